@@ -1,0 +1,1 @@
+"""A small, restartable pretraining loop around any torch optimizer."""
