@@ -1,3 +1,24 @@
-"""Grass for PyTorch: an AdamW that computes, keeps and updates only selected rows of each gradient."""
+"""Grass for PyTorch: an AdamW that keeps and updates only selected rows of each weight's gradient."""
+
+from grass import memory
+from grass.functional import compact_adamw
+from grass.groups import matched_modules, param_groups
+from grass.optimizer import GrassAdamW
+from grass.projector import Projector
+from grass.selection import Selection, available_rules, register_rule, sampled, select_rows
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "GrassAdamW",
+    "Projector",
+    "Selection",
+    "available_rules",
+    "compact_adamw",
+    "matched_modules",
+    "memory",
+    "param_groups",
+    "register_rule",
+    "sampled",
+    "select_rows",
+]

@@ -1,0 +1,178 @@
+r"""Compact AdamW as pure functions: no optimizer, no module, only tensors.
+
+For the chosen rows ``sigma`` of a weight ``W``, with the compact gradient ``G = P^T grad`` and each row's own step
+count ``t`` (Muhamed et al., 2024, Algorithm 1, with the bias correction and decoupled decay of AdamW)::
+
+    M <- beta1 M + (1 - beta1) G
+    V <- beta2 V + (1 - beta2) G^2
+    D  = (M / (1 - beta1^t)) / (sqrt(V / (1 - beta2^t)) + eps)
+    W[sigma] <- (1 - lr weight_decay) W[sigma]
+    W <- W - lr scale P D
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grass.projector import Projector
+
+
+@dataclass(frozen=True)
+class StepCoefficients:
+    """What one step multiplies by: scalars, or vectors over the rows where rows differ in step count.
+
+    Attributes:
+        step_size: ``lr scale / (1 - beta1^t)``.
+        denominator: ``sqrt(1 - beta2^t)``.
+        shrink: ``1 - lr weight_decay``, by which the chosen rows decay.
+    """
+
+    step_size: Tensor
+    denominator: Tensor
+    shrink: Tensor
+
+    @classmethod
+    def at(
+        cls,
+        row_steps: Tensor | int,
+        *,
+        lr: float | Tensor,
+        betas: tuple[float, float],
+        scale: float = 1.0,
+        weight_decay: float = 0.0,
+    ) -> StepCoefficients:
+        """Coefficients of step ``row_steps >= 1``: an ``int`` where all rows share it, else float ``(r,)``."""
+        steps = row_steps if isinstance(row_steps, Tensor) else torch.tensor(float(row_steps), dtype=torch.float64)
+        step_size = lr * scale / _bias_correction(steps, betas[0])
+        denominator = _bias_correction(steps, betas[1]).sqrt()
+        return cls(step_size, denominator, torch.as_tensor(1 - lr * weight_decay))
+
+    def along(self, projector: Projector) -> StepCoefficients:
+        """The same with vectors shaped to broadcast over the projector's compact matrices."""
+        if self.step_size.ndim == 0:
+            return self
+        return StepCoefficients(projector.along(self.step_size), projector.along(self.denominator), self.shrink)
+
+
+def compact_adamw(
+    weight: Tensor,
+    projector: Projector,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    row_steps: Tensor | int,
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    scale: float = 1.0,
+    decay: str = "selected",
+    maximize: bool = False,
+) -> None:
+    """One AdamW step on the chosen rows of ``weight``; updates ``weight``, ``exp_avg`` and ``exp_avg_sq`` in place.
+
+    Args:
+        weight: ``(m, n)``.
+        projector: the chosen rows. Without a scale its rows are distinct; with one, repeated rows add up.
+        grad: ``P^T grad``, ``(r, n)`` for ``dim=0``, ``(m, r)`` for ``dim=1``; left as it is.
+        exp_avg: first moment, shaped like ``grad``; its dtype is that of the arithmetic.
+        exp_avg_sq: second moment, likewise.
+        row_steps: Adam steps of the rows, this one included: an ``int``, or float ``(r,)`` where they differ.
+        lr: learning rate, a number or a 0-dim tensor.
+        betas: decay rates of the moments.
+        eps: added to the denominator.
+        weight_decay: decoupled decay rate, per unit of ``lr``; not multiplied by ``scale``.
+        scale: multiplies the update (``alpha`` in the paper).
+        decay: ``"selected"`` decays the rows that move, each once; ``"all"`` decays the whole weight.
+        maximize: ascend.
+    """
+    coefficients = StepCoefficients.at(row_steps, lr=lr, betas=betas, scale=scale, weight_decay=weight_decay)
+    if decay == "all":
+        coefficients = decay_all_(weight, coefficients)
+    adamw_rows_(weight, projector, grad, exp_avg, exp_avg_sq, coefficients, betas=betas, eps=eps, maximize=maximize)
+
+
+def decay_all_(weight: Tensor, coefficients: StepCoefficients) -> StepCoefficients:
+    """Decay the whole ``weight`` in place; returns the coefficients with which its rows do not decay again."""
+    weight.mul_(coefficients.shrink)
+    return StepCoefficients(coefficients.step_size, coefficients.denominator, torch.ones(()))
+
+
+def adamw_rows_(
+    weight: Tensor,
+    projector: Projector,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    coefficients: StepCoefficients,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    maximize: bool,
+) -> None:
+    """:func:`compact_adamw` with the coefficients at hand: arguments as there."""
+    c = coefficients.along(projector)
+    update = adam_direction_(grad, exp_avg, exp_avg_sq, c.denominator, betas=betas, eps=eps, maximize=maximize)
+    update.mul_(c.step_size)
+    rows = projector.gather(weight).to(update.dtype).mul_(c.shrink)
+    if projector.scale is None:
+        weight.index_copy_(projector.dim, projector.indices, rows.sub_(update).to(weight.dtype))
+    else:
+        weight.index_copy_(projector.dim, projector.indices, rows.to(weight.dtype))
+        projector.add_to_(weight, update, alpha=-1.0)
+
+
+def adam_direction_(
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    denominator: Tensor,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    maximize: bool = False,
+) -> Tensor:
+    """Update the moments in place and return ``M / (sqrt(V) / denominator + eps)``, a new tensor."""
+    grad = grad.to(exp_avg.dtype)
+    grad = -grad if maximize else grad
+    exp_avg.lerp_(grad, 1 - betas[0])
+    exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+    scratch = exp_avg_sq.sqrt().div_(denominator).add_(eps)
+    return torch.div(exp_avg, scratch, out=scratch)
+
+
+def project_and_step_(
+    weight: Tensor,
+    projector: Projector,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    coefficients: StepCoefficients,
+    **hyperparameters: Any,
+) -> None:
+    """:func:`adamw_rows_` from the full ``(m, n)`` gradient."""
+    adamw_rows_(weight, projector, projector.project(grad), exp_avg, exp_avg_sq, coefficients, **hyperparameters)
+
+
+@functools.cache
+def _compiled() -> Callable[..., None]:
+    return torch.compile(project_and_step_, dynamic=False)
+
+
+def compiled_project_and_step_(weight: Tensor, projector: Projector, *args: Any, **kwargs: Any) -> None:
+    """:func:`project_and_step_` compiled to one pass over the chosen rows, once per distinct shape."""
+    with torch._dynamo.config.patch(recompile_limit=256):
+        _compiled()(weight, projector, *args, **kwargs)
+
+
+def _bias_correction(steps: Tensor, beta: float) -> Tensor:
+    """``1 - beta^steps`` without the cancellation that costs float32 four digits at ``beta = 0.999``."""
+    return -torch.expm1(steps * (math.log(beta) if beta > 0 else -math.inf))

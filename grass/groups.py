@@ -1,0 +1,111 @@
+"""Which weights Grass projects: target patterns in, parameter groups out."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+logger = logging.getLogger("grass")
+
+HEAD_NAMES = frozenset({"lm_head", "embed_out", "output", "head", "score", "classifier", "qa_outputs"})
+"""Last component of the module names taken for output heads, beside what ``get_output_embeddings()`` returns."""
+
+Targets = str | Iterable[str] | None
+
+
+def param_groups(
+    model: nn.Module,
+    rank: int | float,
+    *,
+    targets: Targets = None,
+    exclude: Targets = (),
+    **overrides: Any,
+) -> list[dict[str, Any]]:
+    """Two parameter groups for :class:`grass.GrassAdamW`: the targeted weights projected, all the rest plain AdamW.
+
+    Biases, norms, embeddings and output heads go to the second group. The names matched are logged at level INFO to the
+    logger ``grass`` and stay readable as ``optimizer.param_groups[0]["param_names"]``.
+
+    Args:
+        model: any module; linear layers are ``nn.Linear`` and Hugging Face's ``Conv1D``.
+        rank: rows to train, a number or a fraction of the selected dimension.
+        targets: as in :func:`matched_modules`.
+        exclude: as ``targets``; what matches both is left out.
+        overrides: any other group key, for the projected group (``update_interval=50``, ``dim=1``, ...).
+
+    Raises:
+        ValueError: nothing matches.
+    """
+    projected = {f"{name}.weight" for name in matched_modules(model, targets, exclude)}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    rest = {"params": [item for item in named if item[0] not in projected], "rank": None}
+    group = {"params": [item for item in named if item[0] in projected], "rank": rank, **overrides}
+    if not group["params"]:
+        raise ValueError("Every weight that matches is frozen (requires_grad=False)")
+    logger.info("Grass projects %d weights: %s", len(projected), ", ".join(sorted(projected)))
+    return [group, rest] if rest["params"] else [group]
+
+
+def matched_modules(model: nn.Module, targets: Targets = None, exclude: Targets = ()) -> list[str]:
+    """Names of the linear layers that ``targets`` picks and ``exclude`` does not.
+
+    ``None`` and ``"all-linear"`` pick every linear layer but the output heads and those whose weight is shared with
+    another module (tied embeddings). Any other string is a regular expression for the whole module name. A list picks
+    modules whose name is, or ends in, one of its entries (``["q_proj", "mlp.down_proj"]``) or matches it as a regular
+    expression. Named heads are picked when ``targets`` names them; shared weights never are.
+
+    Raises:
+        ValueError: nothing matches.
+    """
+    by_default = targets is None or targets == "all-linear"
+    heads = set(_head_names(model)) if by_default else set()
+    shared = _shared_weights(model)
+    matched = [
+        name
+        for name, module in model.named_modules()
+        if is_linear(module)
+        and id(module.weight) not in shared
+        and name not in heads
+        and (by_default or _matches(name, targets))
+        and not _matches(name, exclude)
+    ]
+    if not matched:
+        candidates = [name for name, module in model.named_modules() if is_linear(module)]
+        listed = ", ".join(candidates[:8]) + (", ..." if len(candidates) > 8 else "")
+        raise ValueError(f"{targets=}, {exclude=} match no linear layer; the model has: {listed or 'none'}")
+    return matched
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module multiplies by a 2-D weight: ``nn.Linear`` or Hugging Face's ``Conv1D``."""
+    is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+    return isinstance(module, nn.Linear) or is_conv1d
+
+
+def _matches(name: str, patterns: Targets) -> bool:
+    if patterns is None:
+        return False
+    if isinstance(patterns, str):
+        return re.fullmatch(patterns, name) is not None
+    return any(name == p or name.endswith(f".{p}") or re.fullmatch(p, name) is not None for p in patterns)
+
+
+def _head_names(model: nn.Module) -> Iterator[str]:
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    for name, module in model.named_modules():
+        if module is head or name.rpartition(".")[2] in HEAD_NAMES:
+            yield name
+
+
+def _shared_weights(model: nn.Module) -> set[int]:
+    """``id`` of every parameter that more than one module holds."""
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    return {key for key, count in holders.items() if count > 1}

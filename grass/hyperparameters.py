@@ -1,0 +1,113 @@
+"""Values a parameter group may take, and what ``rank`` and ``dim`` mean for a given weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grass.moments import POLICIES
+from grass.selection import check_rule
+
+
+def validate_group(group: dict[str, Any]) -> None:
+    """Check a group's values, and its ``rank`` against each of its tensors.
+
+    Raises:
+        TypeError: a tensor is complex.
+        ValueError: a value is out of range; the message names value and range.
+    """
+    for name, (holds, allowed) in _RANGES.items():
+        if not holds(group[name]):
+            raise ValueError(f"Invalid {name}={group[name]!r}: must be {allowed}")
+    check_rule(group["selection"], group["replacement"])
+    for tensor in _tensors(group["params"]):
+        _check_tensor(tensor, group)
+
+
+def resolve_dim(dim: int | str, weight: Tensor) -> int:
+    """0 or 1 for a matrix ``(m, n)``; ``"auto"`` is the smaller dimension, 0 where both are equal."""
+    if dim == "auto":
+        return int(weight.shape[0] > weight.shape[1])
+    return int(dim)
+
+
+def resolve_rank(rank: int | float, size: int) -> int:
+    """Rows to select of ``size``: ``rank`` itself, or for a float that fraction of them, at least one."""
+    return max(1, round(rank * size)) if isinstance(rank, float) else rank
+
+
+def is_projected(tensor: Tensor, group: dict[str, Any]) -> bool:
+    """Whether a tensor of this group is projected: the group has a rank and the tensor two or more dimensions."""
+    return group["rank"] is not None and tensor.ndim >= 2
+
+
+def as_matrix(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """A weight as an ``(m, n)`` view that shares its memory, whatever the order of its trailing dimensions in memory.
+
+    Args:
+        tensor: a weight, or its gradient.
+        like: for a gradient, the weight whose view decides the order of the columns.
+    """
+    if tensor.ndim == 2:
+        return tensor
+    layout = tensor if like is None else like
+    trailing = sorted(range(1, layout.ndim), key=layout.stride, reverse=True)
+    ordered = tensor.permute(0, *trailing)
+    return ordered.view(len(ordered), -1) if like is None else ordered.reshape(len(ordered), -1)
+
+
+def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
+    if tensor.is_complex():
+        raise TypeError(f"GrassAdamW takes real tensors, got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    if not is_projected(tensor, group):
+        return
+    matrix = torch.empty(tensor.shape, device="meta").flatten(1)
+    size = matrix.shape[resolve_dim(group["dim"], matrix)]
+    rank = resolve_rank(group["rank"], size)
+    if rank > size:
+        raise ValueError(
+            f"Invalid rank={rank}: must be at most {size}, the selected dimension of the weight of shape "
+            f"{tuple(tensor.shape)}; lower it, give it as a fraction, or put this weight into a group with rank=None"
+        )
+
+
+def _tensors(params: Any) -> list[Tensor]:
+    """The tensors of a group; what is neither a tensor nor a named one is left for torch's own check to refuse."""
+    items = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
+    return [p for p in items if isinstance(p, Tensor)]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _one_of(allowed: Iterable[Any]) -> tuple[Callable[[Any], bool], str]:
+    choices = tuple(allowed)
+    return lambda v: v in choices, f"one of {', '.join(map(repr, choices))}"
+
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (lambda v: _is_scalar(v) and bool(v >= 0), "a number or one-element tensor >= 0"),
+    "betas": (lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v), "two numbers in [0, 1)"),
+    "eps": (lambda v: v >= 0, ">= 0"),
+    "weight_decay": (lambda v: v >= 0, ">= 0"),
+    "rank": (
+        lambda v: v is None or (v >= 1 if _is_int(v) else isinstance(v, float) and 0 < v <= 1),
+        "an integer >= 1, a fraction in (0, 1], or None",
+    ),
+    "update_interval": (lambda v: _is_int(v) and v >= 1, "an integer >= 1"),
+    "dim": _one_of(("auto", 0, 1)),
+    "scale": (lambda v: v > 0, "> 0"),
+    "state_policy": _one_of(POLICIES),
+    "warmup_after_refresh": (lambda v: _is_int(v) and v >= 0, "an integer >= 0"),
+    "seed": (_is_int, "an integer"),
+    "decay": _one_of(("selected", "all")),
+    "bank_dtype": _one_of(("float32", "bfloat16")),
+}

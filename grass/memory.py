@@ -1,0 +1,47 @@
+"""What an optimizer holds, in bytes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grass.moments import HOST_KEYS
+
+
+class StateBytes(NamedTuple):
+    """Bytes of optimizer state.
+
+    Attributes:
+        device: beside the weights. Per projected weight under :class:`grass.GrassAdamW` that is ``2rn`` moments and
+            ``r`` int64 indices; ``keep`` and ``bank`` add ``r`` float32 step counts, drawing with replacement ``r``
+            float32 scales.
+        host: in host memory, the moments bank.
+    """
+
+    device: int
+    host: int
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
+    """Bytes of all tensors in the state of any optimizer, also those inside containers and plain objects."""
+    device = host = 0
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            size = sum(t.numel() * t.element_size() for t in _tensors(value))
+            if key in HOST_KEYS:
+                host += size
+            else:
+                device += size
+    return StateBytes(device, host)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _tensors(v)]
+    return _tensors(vars(value)) if hasattr(value, "__dict__") else []

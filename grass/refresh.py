@@ -1,0 +1,95 @@
+"""The life of one selection: when it is due, how it is chosen, and the step coefficients that follow from its age."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grass.functional import StepCoefficients
+from grass.hyperparameters import resolve_rank
+from grass.moments import POLICIES, State, shared_steps
+from grass.projector import Projector
+from grass.selection import select_rows, selection_generator
+
+
+def refresh_due(state: State, group: dict[str, Any]) -> bool:
+    """Whether the next step chooses rows: the first, each ``update_interval``-th after it, one put off by zero norms."""
+    return not state or state["refreshes"] == 0 or shared_steps(state) >= group["update_interval"]
+
+
+def refresh(state: State, weight: Tensor, norms: Tensor, dim: int, group: dict[str, Any], index: int) -> bool:
+    """Choose rows for ``weight (m, n)`` from the ``norms`` of its gradient along ``dim`` and carry the moments over.
+
+    Norms that are all zero (or not finite) tell nothing: rows chosen earlier stay, a first choice is provisional, and
+    the refresh stays due.
+
+    Args:
+        state: of this weight; gets ``indices``, ``row_scale``, moments and counters.
+        weight: the weight as a matrix.
+        norms: ``(m,)`` for ``dim=0``, ``(n,)`` for ``dim=1``.
+        dim: 0 selects rows, 1 columns.
+        group: the parameter group.
+        index: the parameter's place among all groups, which with ``seed`` determines the draw.
+
+    Returns:
+        Whether the step goes on. It does not where a learning rate of zero meets a zero gradient in the first step, as
+        when ``torch.distributed.checkpoint`` has a fresh optimizer build its state: state is made, nothing is counted.
+    """
+    norms = norms.cpu()
+    informative = bool((norms.isfinite() & (norms > 0)).any())
+    if not state:
+        state.update(step=0, refresh_step=0, refreshes=0)
+    elif not informative:
+        return True
+    rank = resolve_rank(group["rank"], norms.numel())
+    generator = selection_generator(group["seed"], index, state["refreshes"])
+    selection = select_rows(norms, rank, group["selection"], generator, replacement=group["replacement"])
+    old = current_projector(state) if "indices" in state else None
+    new = Projector.from_selection(selection, dim, like=weight)
+    POLICIES[group["state_policy"]](state, old, new, weight, getattr(torch, group["bank_dtype"]))
+    state.update(indices=new.indices, dim=dim, refresh_step=state["step"])
+    state.pop("row_scale", None)
+    if new.scale is not None:
+        state["row_scale"] = new.scale
+    state["refreshes"] += informative
+    return informative or bool(group["lr"] != 0)
+
+
+def current_projector(state: State) -> Projector:
+    """The projector of the rows being trained."""
+    return Projector(state["indices"], state.get("row_scale"), state["dim"])
+
+
+@dataclass
+class GroupCoefficients:
+    """Step coefficients for the weights of one group in one step; weights of equal age share them."""
+
+    group: dict[str, Any]
+    _shared: dict[tuple[int, float], StepCoefficients] = field(default_factory=dict)
+
+    def at(self, state: State) -> StepCoefficients:
+        """Coefficients for one weight, whose ``step`` already counts this step; advances its rows' own counts."""
+        warmup = self._warmup(state)
+        if "row_steps" in state:
+            return self._make(state["row_steps"].add_(1), warmup)
+        key = (shared_steps(state), warmup)
+        if key not in self._shared:
+            self._shared[key] = self._make(key[0], warmup)
+        return self._shared[key]
+
+    def _make(self, row_steps: Tensor | int, warmup: float) -> StepCoefficients:
+        group = self.group
+        return StepCoefficients.at(
+            row_steps,
+            lr=group["lr"] * warmup,
+            betas=group["betas"],
+            scale=group["scale"],
+            weight_decay=group["weight_decay"],
+        )
+
+    def _warmup(self, state: State) -> float:
+        length = self.group["warmup_after_refresh"]
+        return min(1.0, shared_steps(state) / length) if length and state["refreshes"] > 1 else 1.0
