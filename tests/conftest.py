@@ -1,0 +1,54 @@
+"""Shared fixtures: seeds, a tiny LLaMA and its token batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import hypothesis
+import pytest
+import torch
+
+# The same examples on every run, and no deadline: a machine shared with other jobs stalls now and then.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=40)
+hypothesis.settings.load_profile("repeatable")
+
+VOCABULARY = 64
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> Callable[..., torch.nn.Module]:
+    """A factory of small LLaMAs with tall, wide and square weights; equal ones for equal arguments."""
+    transformers = pytest.importorskip("transformers")
+
+    def build(seed: int = 0, **overrides: object) -> torch.nn.Module:
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            bos_token_id=1,
+            eos_token_id=2,
+            attn_implementation="eager",
+            **overrides,
+        )
+        torch.manual_seed(seed)
+        return transformers.LlamaForCausalLM(config)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def token_batches() -> list[torch.Tensor]:
+    """Fifty batches (4, 16) of a learnable sequence: each token is its predecessor plus a step of the row's own."""
+    generator = torch.Generator().manual_seed(1)
+    starts = torch.randint(VOCABULARY, (50, 4, 1), generator=generator)
+    strides = torch.randint(1, 5, (50, 4, 1), generator=generator)
+    return list((starts + strides * torch.arange(16)) % VOCABULARY)
