@@ -12,9 +12,7 @@ count ``t`` (Muhamed et al., 2024, Algorithm 1, with the bias correction and dec
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +59,31 @@ class StepCoefficients:
         return StepCoefficients(projector.along(self.step_size), projector.along(self.denominator), self.shrink)
 
 
+Scratch = tuple[Tensor | None, Tensor | None]
+"""Two buffers shaped like the compact gradient, in the dtype of the moments, or ``None`` to allocate as needed."""
+NO_SCRATCH: Scratch = (None, None)
+
+
+class ScratchPool:
+    """Hands the same two buffers to one weight after another.
+
+    Without them the temporaries of a step cost more on a CPU than its arithmetic: fresh memory faults in page by page.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+    def like(self, compact: Tensor) -> Scratch:
+        """Uninitialised buffers of the shape, dtype and device of ``compact``."""
+        return self._take(0, compact), self._take(1, compact)
+
+    def _take(self, slot: int, compact: Tensor) -> Tensor:
+        key = (slot, compact.dtype, compact.device)
+        if key not in self._buffers or self._buffers[key].numel() < compact.numel():
+            self._buffers[key] = torch.empty(compact.numel(), dtype=compact.dtype, device=compact.device)
+        return self._buffers[key][: compact.numel()].view(compact.shape)
+
+
 def compact_adamw(
     weight: Tensor,
     projector: Projector,
@@ -97,7 +120,9 @@ def compact_adamw(
     coefficients = StepCoefficients.at(row_steps, lr=lr, betas=betas, scale=scale, weight_decay=weight_decay)
     if decay == "all":
         coefficients = decay_all_(weight, coefficients)
-    adamw_rows_(weight, projector, grad, exp_avg, exp_avg_sq, coefficients, betas=betas, eps=eps, maximize=maximize)
+    adamw_rows_(
+        weight, projector, grad, exp_avg, exp_avg_sq, coefficients, NO_SCRATCH, betas=betas, eps=eps, maximize=maximize
+    )
 
 
 def decay_all_(weight: Tensor, coefficients: StepCoefficients) -> StepCoefficients:
@@ -113,16 +138,19 @@ def adamw_rows_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     coefficients: StepCoefficients,
+    scratch: Scratch,
     *,
     betas: tuple[float, float],
     eps: float,
     maximize: bool,
 ) -> None:
-    """:func:`compact_adamw` with the coefficients at hand: arguments as there."""
+    """:func:`compact_adamw` with the coefficients at hand; ``grad`` may lie in ``scratch[0]``."""
     c = coefficients.along(projector)
-    update = adam_direction_(grad, exp_avg, exp_avg_sq, c.denominator, betas=betas, eps=eps, maximize=maximize)
+    update = adam_direction_(
+        grad, exp_avg, exp_avg_sq, c.denominator, scratch[1], betas=betas, eps=eps, maximize=maximize
+    )
     update.mul_(c.step_size)
-    rows = projector.gather(weight).to(update.dtype).mul_(c.shrink)
+    rows = projector.gather(weight, out=scratch[0]).to(update.dtype).mul_(c.shrink)
     if projector.scale is None:
         weight.index_copy_(projector.dim, projector.indices, rows.sub_(update).to(weight.dtype))
     else:
@@ -135,18 +163,19 @@ def adam_direction_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     denominator: Tensor,
+    out: Tensor | None = None,
     *,
     betas: tuple[float, float],
     eps: float,
     maximize: bool = False,
 ) -> Tensor:
-    """Update the moments in place and return ``M / (sqrt(V) / denominator + eps)``, a new tensor."""
+    """Update the moments in place and return ``M / (sqrt(V) / denominator + eps)``, in ``out`` where given."""
     grad = grad.to(exp_avg.dtype)
     grad = -grad if maximize else grad
     exp_avg.lerp_(grad, 1 - betas[0])
     exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
-    scratch = exp_avg_sq.sqrt().div_(denominator).add_(eps)
-    return torch.div(exp_avg, scratch, out=scratch)
+    root = torch.sqrt(exp_avg_sq, out=out).div_(denominator).add_(eps)
+    return torch.div(exp_avg, root, out=root)
 
 
 def project_and_step_(
@@ -156,21 +185,16 @@ def project_and_step_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     coefficients: StepCoefficients,
+    scratch: Scratch = NO_SCRATCH,
     **hyperparameters: Any,
 ) -> None:
     """:func:`adamw_rows_` from the full ``(m, n)`` gradient."""
-    adamw_rows_(weight, projector, projector.project(grad), exp_avg, exp_avg_sq, coefficients, **hyperparameters)
+    compact = projector.rescale(projector.gather(grad, out=scratch[0]))
+    adamw_rows_(weight, projector, compact, exp_avg, exp_avg_sq, coefficients, scratch, **hyperparameters)
 
 
-@functools.cache
-def _compiled() -> Callable[..., None]:
-    return torch.compile(project_and_step_, dynamic=False)
-
-
-def compiled_project_and_step_(weight: Tensor, projector: Projector, *args: Any, **kwargs: Any) -> None:
-    """:func:`project_and_step_` compiled to one pass over the chosen rows, once per distinct shape."""
-    with torch._dynamo.config.patch(recompile_limit=256):
-        _compiled()(weight, projector, *args, **kwargs)
+compiled_project_and_step_ = torch.compile(project_and_step_, dynamic=True)
+""":func:`project_and_step_` as one pass over the chosen rows; compiled at the first call."""
 
 
 def _bias_correction(steps: Tensor, beta: float) -> Tensor:

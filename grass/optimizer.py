@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from grass.functional import compiled_project_and_step_, decay_all_, project_and_step_
+from grass.functional import ScratchPool, compiled_project_and_step_, decay_all_, project_and_step_
 from grass.hyperparameters import as_matrix, is_projected, resolve_dim, validate_group
 from grass.moments import HOST_KEYS, State, moment_dtype
 from grass.refresh import GroupCoefficients, current_projector, refresh, refresh_due
@@ -118,7 +118,7 @@ class GrassAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
-        index = 0
+        index, scratch = 0, ScratchPool()
         for group in self.param_groups:
             coefficients = GroupCoefficients(group)
             dense = []
@@ -126,7 +126,7 @@ class GrassAdamW(Optimizer):
                 if p.grad is None:
                     pass
                 elif is_projected(p, group):
-                    self._step_projected(p, group, index, coefficients)
+                    self._step_projected(p, group, index, coefficients, scratch)
                 else:
                     dense.append(p)
                 index += 1
@@ -198,7 +198,9 @@ class GrassAdamW(Optimizer):
             maximize=group["maximize"],
         )
 
-    def _step_projected(self, p: Tensor, group: dict[str, Any], index: int, coefficients: GroupCoefficients) -> None:
+    def _step_projected(
+        self, p: Tensor, group: dict[str, Any], index: int, coefficients: GroupCoefficients, scratch: ScratchPool
+    ) -> None:
         """Choose new rows for one weight if that is due, then update its chosen rows."""
         assert p.grad is not None
         weight, grad, state = as_matrix(p), as_matrix(p.grad, like=p), self.state[p]
@@ -212,18 +214,13 @@ class GrassAdamW(Optimizer):
         step_coefficients = coefficients.at(state)
         if group["decay"] == "all":
             step_coefficients = decay_all_(weight, step_coefficients)
-        update = compiled_project_and_step_ if group["fused"] else project_and_step_
-        update(
-            weight,
-            projector,
-            grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            step_coefficients,
-            betas=group["betas"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        hyperparameters = {key: group[key] for key in ("betas", "eps", "maximize")}
+        if group["fused"]:
+            compiled_project_and_step_(weight, projector, grad, *moments, step_coefficients, **hyperparameters)
+        else:
+            buffers = scratch.like(moments[0])
+            project_and_step_(weight, projector, grad, *moments, step_coefficients, buffers, **hyperparameters)
 
 
 def _take_projected(state_dict: dict[str, Any], taken: dict[int, State]) -> dict[str, Any]:

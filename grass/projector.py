@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from grass.selection import Selection
@@ -40,9 +41,11 @@ class Projector:
         """A vector over the chosen rows ``(r,)``, shaped to broadcast against a compact matrix."""
         return vector.unsqueeze(1 - self.dim)
 
-    def gather(self, matrix: Tensor) -> Tensor:
-        """``B M``: the chosen rows as they are, ``(m, n) -> (r, n)`` or ``(m, r)``."""
-        return matrix.index_select(self.dim, self.indices)
+    def gather(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+        """``B M``: the chosen rows as they are, ``(m, n) -> (r, n)`` or ``(m, r)``; into ``out``, cast to its dtype."""
+        if out is None or out.dtype == matrix.dtype:
+            return torch.index_select(matrix, self.dim, self.indices, out=out)
+        return out.copy_(matrix.index_select(self.dim, self.indices))
 
     def rescale(self, compact: Tensor) -> Tensor:
         """``rho C`` for a compact matrix ``C``; returns ``C`` itself where every scale is 1."""

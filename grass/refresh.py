@@ -16,7 +16,7 @@ from grass.selection import select_rows, selection_generator
 
 
 def refresh_due(state: State, group: dict[str, Any]) -> bool:
-    """Whether the next step chooses rows: the first, each ``update_interval``-th after it, one put off by zero norms."""
+    """Whether the next step chooses rows: the first, every ``update_interval``-th, or one put off by zero norms."""
     return not state or state["refreshes"] == 0 or shared_steps(state) >= group["update_interval"]
 
 

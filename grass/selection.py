@@ -102,7 +102,7 @@ def select_rows(
     check_rule(rule, replacement)
     clean = norms.detach().to("cpu", torch.float64).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     selection = _RULES[rule](clean, rank, generator, replacement)
-    if selection.scale is None and selection.indices.unique().numel() < rank:
+    if selection.scale is None and bool((selection.indices.sort().values.diff() == 0).any()):
         return Selection(selection.indices, torch.ones(rank))  # a scale says that rows may repeat
     return selection
 
