@@ -1,0 +1,212 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+from tqdm import tqdm
+from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_warmup
+
+from grass.memory import StateBytes, state_bytes
+from grass.training.checkpoint import CheckpointStore
+from grass.training.data import Data
+from grass.training.metrics import Clock, MetricsLog, gradient_bytes
+from grass.training.signals import GracefulStop
+
+SHOWN = ("loss", "eval_loss", "tokens_per_second")
+"""Columns shown beside the progress bar."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long and how to train.
+
+    Attributes:
+        out: directory of the run: logs and checkpoints.
+        steps: optimizer steps.
+        warmup: steps of linear warm-up; a cosine to a tenth of the peak learning rate follows.
+        accumulate: batches per step.
+        clip: largest norm of the gradient; 0 does not clip.
+        autocast: compute in bfloat16 over the weights' own dtype.
+        eval_every: steps between evaluations; the last step is always followed by one.
+        log_every: steps between logged rows.
+        save_every: steps between checkpoints; 0 saves only on a stop and at the end.
+    """
+
+    out: Path
+    steps: int = 1000
+    warmup: int = 100
+    accumulate: int = 1
+    clip: float = 1.0
+    autocast: bool = False
+    eval_every: int = 100
+    log_every: int = 1
+    save_every: int = 500
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "eval_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Invalid {name}={getattr(self, name)}: must be >= 1")
+        for name in ("clip", "save_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Invalid {name}={getattr(self, name)}: must be >= 0")
+        if not 0 <= self.warmup < self.steps:
+            raise ValueError(f"Invalid warmup={self.warmup}: must be in [0, steps={self.steps})")
+
+
+class Result(NamedTuple):
+    """What a run came to.
+
+    Attributes:
+        step: steps done.
+        eval_loss: mean cross-entropy on the held-out blocks at the last evaluation, nats per token; NaN before it.
+        tokens_per_second: of training alone, without evaluation and checkpoints.
+        state_bytes: held by the optimizer.
+        gradient_bytes: held by the model after the last backward pass.
+    """
+
+    step: int
+    eval_loss: float
+    tokens_per_second: float
+    state_bytes: StateBytes
+    gradient_bytes: int
+
+
+@dataclass
+class Trainer:
+    """Trains a model, one object per run.
+
+    Args:
+        model: on its device, in its dtype.
+        optimizer: over the model's parameters.
+        data: batches and held-out blocks.
+        config: the loop's settings.
+        checkpoints: where to save; ``None`` saves nothing.
+        settings: plain values saved with each checkpoint; :meth:`resume` refuses one with other values.
+    """
+
+    model: PreTrainedModel
+    optimizer: Optimizer
+    data: Data
+    config: TrainConfig
+    checkpoints: CheckpointStore | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    step: int = field(default=0, init=False)
+    eval_loss: float = field(default=float("nan"), init=False)
+
+    def __post_init__(self) -> None:
+        self.device = next(self.model.parameters()).device
+        self.tokens_per_step = self.config.accumulate * self.data.train.batch_size * self.data.train.seq_len
+        self.scheduler = get_cosine_with_min_lr_schedule_with_warmup(
+            self.optimizer, self.config.warmup, self.config.steps, min_lr_rate=0.1
+        )
+
+    def run(self) -> Result:
+        """Train to the last step, or to the end of the step in which SIGTERM or SIGINT arrives; save either way."""
+        log = MetricsLog(self.config.out, self.step)
+        bar = tqdm(total=self.config.steps, initial=self.step, unit="step", dynamic_ncols=True)
+        clock = Clock()
+        with closing(log), bar, GracefulStop() as stop:
+            while self.step < self.config.steps and not stop.requested:
+                row = self._logged_step(clock)
+                if self._due(self.config.eval_every):
+                    row["eval_loss"] = self.eval_loss = self.evaluate()
+                if row:
+                    log.write({"step": self.step, "tokens": self.step * self.tokens_per_step, **row})
+                    bar.set_postfix({name: f"{row[name]:.4g}" for name in SHOWN if name in row}, refresh=False)
+                bar.update()
+                if self._due(self.config.save_every) or stop.requested:
+                    self.save()
+        rate = clock.steps * self.tokens_per_step / clock.seconds if clock.steps else 0.0
+        return Result(self.step, self.eval_loss, rate, state_bytes(self.optimizer), gradient_bytes(self.model))
+
+    def _due(self, interval: int) -> bool:
+        return self.step == self.config.steps or (interval > 0 and self.step % interval == 0)
+
+    def _logged_step(self, clock: Clock) -> dict[str, float]:
+        """One step, and what is to be logged of it."""
+        learning_rate = self.scheduler.get_last_lr()[0]
+        with clock:
+            loss, norm = self._train_step()
+            if not self._due(self.config.log_every):
+                return {}
+            row = {"loss": loss.item(), "grad_norm": norm.item(), "lr": learning_rate}
+        return {**row, "tokens_per_second": self.tokens_per_step / clock.lap()}
+
+    def _train_step(self) -> tuple[Tensor, Tensor]:
+        """Backward over ``accumulate`` batches, clip, update: the mean loss and the norm of the gradient."""
+        self.model.train()
+        self.optimizer.zero_grad()
+        losses = []
+        for _ in range(self.config.accumulate):
+            loss = self._loss(next(self.data.train)) / self.config.accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        if self.config.clip:
+            clip_grads_with_norm_(self.model.parameters(), self.config.clip, norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.step += 1
+        return torch.stack(losses).sum(), norm
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        """Mean cross-entropy of the next token, in float32."""
+        batch = batch.to(self.device, non_blocking=True)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.autocast):
+            logits = self.model(input_ids=batch[:, :-1]).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss on the held-out blocks."""
+        self.model.train(False)
+        blocks = self.data.eval_blocks
+        losses = [self._loss(batch) * len(batch) for batch in torch.split(blocks, self.data.train.batch_size)]
+        return torch.stack(losses).sum().item() / len(blocks)
+
+    def save(self) -> None:
+        """Write a checkpoint, if the run has a place for them."""
+        if self.checkpoints is not None:
+            state = {
+                "step": self.step,
+                "eval_loss": self.eval_loss,
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict(),
+                "data": self.data.train.state_dict(),
+                "rng": torch.get_rng_state(),
+                "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+                "settings": dict(self.settings),
+            }
+            self.checkpoints.save(self.step, self.model, state)
+
+    def resume(self) -> bool:
+        """Go on from the newest complete checkpoint; ``False`` if there is none.
+
+        Raises:
+            ValueError: the checkpoint was made with other settings.
+        """
+        path = self.checkpoints.latest() if self.checkpoints is not None else None
+        if self.checkpoints is None or path is None:
+            return False
+        state = self.checkpoints.load(path, self.model)
+        changed = {k: v for k, v in state["settings"].items() if self.settings.get(k) != v}
+        if changed:
+            given = {name: self.settings.get(name) for name in changed}
+            raise ValueError(f"{path} was made with {changed}, not with {given}")
+        self.step, self.eval_loss = state["step"], state["eval_loss"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.data.train.load_state_dict(state["data"])
+        torch.set_rng_state(state["rng"])
+        torch.cuda.set_rng_state_all(state["cuda_rng"])
+        return True

@@ -1,0 +1,59 @@
+"""LLaMA models of the GaLore and Grass papers, from scratch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """Dimensions of a LLaMA, without its vocabulary."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+
+
+LLAMA_SHAPES = {
+    "1m": LlamaShape(128, 352, 4, 4),  # the body of 9m; 0.87 million parameters with a byte vocabulary
+    "9m": LlamaShape(128, 352, 4, 4),
+    "60m": LlamaShape(512, 1376, 8, 8),
+    "130m": LlamaShape(768, 2048, 12, 12),
+    "350m": LlamaShape(1024, 2736, 24, 16),
+    "1b": LlamaShape(2048, 5461, 24, 32),
+    "7b": LlamaShape(4096, 11008, 32, 32),
+    "13b": LlamaShape(5120, 13824, 40, 40),
+}
+"""Shapes by name; the names count a vocabulary of 32,000 tokens, but for ``1m``."""
+
+
+def llama_config(name: str, *, vocab_size: int, max_seq_len: int) -> LlamaConfig:
+    """The ``transformers`` configuration of one of :data:`LLAMA_SHAPES`, with untied embeddings as in the papers.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name not in LLAMA_SHAPES:
+        raise ValueError(f"Unknown model {name!r}; available: {', '.join(LLAMA_SHAPES)}")
+    return LlamaConfig(
+        **vars(LLAMA_SHAPES[name]),
+        vocab_size=vocab_size,
+        max_position_embeddings=max_seq_len,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def build_llama(config: LlamaConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A ``LlamaForCausalLM`` with random weights: the same for the same seed; global generators stay as they are."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    return model

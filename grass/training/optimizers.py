@@ -1,0 +1,153 @@
+"""Optimizers by name: AdamW, Grass and the peers it is compared with."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from grass import GrassAdamW, param_groups
+
+FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
+"""Device types on which torch has a fused AdamW."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """An optimizer and its hyperparameters.
+
+    Attributes:
+        name: one of :data:`OPTIMIZERS`.
+        lr: peak learning rate.
+        weight_decay: decoupled weight decay.
+        betas: decay rates of the moments.
+        eps: added to the denominator.
+        rank: of the projected weights, a number or a fraction of the dimension (all but adamw).
+        update_interval: steps between changes of the projection (all but adamw).
+        scale: multiplies the update of projected weights; ``None`` is the method's published value: 1 for grass and
+            apollo, 0.25 for galore.
+        selection: of the rows (this and the rest: grass only, see :class:`grass.GrassAdamW`).
+        replacement: draw rows with replacement.
+        dim: select rows (0), columns (1) or along the smaller dimension (``"auto"``).
+        state_policy: what becomes of the moments at a refresh.
+        warmup_after_refresh: steps of learning-rate warm-up after each refresh.
+        seed: of the row selection.
+    """
+
+    name: str = "grass"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    rank: int | float = 0.25
+    update_interval: int = 200
+    scale: float | None = None
+    selection: str = "top_r"
+    replacement: bool = False
+    dim: int | str = "auto"
+    state_policy: str = "reset"
+    warmup_after_refresh: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise ValueError(f"Unknown optimizer {self.name!r}; available: {', '.join(OPTIMIZERS)}")
+        if self.lr < 0 or self.weight_decay < 0 or self.eps < 0:
+            raise ValueError(f"Invalid lr={self.lr}, weight_decay={self.weight_decay} or eps={self.eps}: must be >= 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"Invalid betas={self.betas}: must be in [0, 1)")
+        if not (self.rank >= 1 if isinstance(self.rank, int) else 0 < self.rank <= 1):
+            raise ValueError(f"Invalid rank={self.rank}: must be an integer >= 1 or a fraction in (0, 1]")
+        if self.update_interval < 1:
+            raise ValueError(f"Invalid update_interval={self.update_interval}: must be >= 1")
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the optimizer's state is tensors and plain scalars, as a checkpoint requires.
+
+        The peers keep pickled ``Projector`` objects in theirs, which ``torch.load(weights_only=True)`` rightly refuses.
+        """
+        return self.name in ("adamw", "grass")
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The arguments that every optimizer takes."""
+        return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """The configured optimizer over the trainable parameters of ``model``.
+
+    All low-rank methods project the same weights: those that :func:`grass.param_groups` matches.
+
+    Raises:
+        ImportError: a peer's package is not installed.
+    """
+    return OPTIMIZERS[config.name](model, config)
+
+
+def _adamw(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    fused = all(parameter.device.type in FUSED_DEVICES for parameter in model.parameters())
+    return AdamW(model.named_parameters(), **config.common, fused=fused or None)
+
+
+def _grass(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    groups = param_groups(
+        model,
+        config.rank,
+        update_interval=config.update_interval,
+        selection=config.selection,
+        replacement=config.replacement,
+        dim=config.dim,
+        scale=1.0 if config.scale is None else config.scale,
+        state_policy=config.state_policy,
+        warmup_after_refresh=config.warmup_after_refresh,
+        seed=config.seed,
+    )
+    return GrassAdamW(groups, **config.common)
+
+
+def _galore(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    scale = 0.25 if config.scale is None else config.scale
+    keys = {"update_proj_gap": config.update_interval, "scale": scale, "proj_type": "std"}
+    peer = _peer("galore_torch", "GaLoreAdamW")
+    return peer(_low_rank_groups(model, config.rank, keys), **config.common, no_deprecation_warning=True)
+
+
+def _apollo(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    scale = 1.0 if config.scale is None else config.scale
+    keys = {"update_proj_gap": config.update_interval, "scale": scale, "proj_type": "std"}
+    keys |= {"proj": "random", "scale_type": "channel"}
+    return _peer("apollo_torch", "APOLLOAdamW")(_low_rank_groups(model, config.rank, keys), **config.common)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], Optimizer]] = {
+    "adamw": _adamw,
+    "grass": _grass,
+    "galore": _galore,
+    "apollo": _apollo,
+}
+"""Builders by the name that ``--optimizer`` takes."""
+
+
+def _peer(module: str, name: str) -> Callable[..., Optimizer]:
+    try:
+        peer: Callable[..., Optimizer] = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ImportError(f"{name} needs {module}: pip install grass-torch[bench]") from error
+    return peer
+
+
+def _low_rank_groups(model: nn.Module, rank: int | float, keys: dict[str, Any]) -> list[dict[str, Any]]:
+    """The peers' groups: one for each integer rank, and one without a rank for all other parameters."""
+    projected, *rest = param_groups(model, rank)
+    by_rank: dict[int, list[Any]] = {}
+    for name, weight in projected["params"]:
+        integer = rank if isinstance(rank, int) else max(1, round(rank * min(weight.shape)))
+        by_rank.setdefault(integer, []).append((name, weight))
+    groups = [{"params": params, "rank": integer, **keys} for integer, params in by_rank.items()]
+    return groups + [{"params": group["params"]} for group in rest]

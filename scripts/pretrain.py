@@ -1,0 +1,160 @@
+"""Pretrain a LLaMA from scratch.
+
+The embedded corpus (the Python standard library, as bytes) needs no download:
+
+    python scripts/pretrain.py --model 1m --steps 500 --out runs/adamw --optimizer adamw --lr 3e-3
+    python scripts/pretrain.py --model 1m --steps 500 --out runs/grass --optimizer grass --lr 3e-3 --rank 0.25 \
+        --dim 1 --selection multinomial_norm --update-interval 10 --state-policy bank
+
+Stop it with Ctrl-C or SIGTERM, or lose the machine: the same command with --resume goes on from the newest checkpoint.
+
+Own text files, or any dataset of the Hugging Face hub as a stream:
+
+    python scripts/pretrain.py --text-files 'books/**/*.txt' --eval-files 'held-out/*.txt' --out runs/books
+    python scripts/pretrain.py --model 60m --dataset allenai/c4 --subset en --tokenizer t5-base --seq-len 256 \
+        --batch-size 64 --accumulate 8 --steps 10000 --dtype bf16 --rank 128 --out runs/c4
+    python scripts/pretrain.py --dataset json --data-files train=a.jsonl validation=b.jsonl --tokenizer t5-base \
+        --out runs/json
+
+The run's directory holds metrics.csv, TensorBoard logs, checkpoints, and at the end the model for from_pretrained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grass.training.checkpoint import CheckpointStore, export_model
+from grass.training.data import DataConfig, load_data
+from grass.training.loop import TrainConfig, Trainer
+from grass.training.models import LLAMA_SHAPES, build_llama, llama_config
+from grass.training.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer
+
+CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every", "keep", "device"}
+"""Flags that may differ between a run and its continuation."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser()
+    args = parser.parse_args(argv)
+    try:
+        train_config = from_flags(TrainConfig, args, autocast=args.dtype == "autocast")
+        data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None)
+        optimizer_config = from_flags(OptimizerConfig, args, name=args.optimizer)
+        checkpoints = checkpoint_store(args, optimizer_config)
+    except ValueError as error:
+        parser.error(str(error))
+    data = load_data(data_config)
+    config = llama_config(args.model, vocab_size=data.vocab_size, max_seq_len=args.seq_len)
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    model = build_llama(config, seed=args.seed, dtype=dtype).to(torch.device(device_name(args.device)))
+    optimizer = build_optimizer(model, optimizer_config)
+    settings = {name: value for name, value in vars(args).items() if name not in CHANGEABLE}
+    trainer = Trainer(model, optimizer, data, train_config, checkpoints, settings)
+    if args.resume and trainer.resume():
+        print(f"Resumed at step {trainer.step}")
+    result = trainer.run()
+    for name, value in result._asdict().items():
+        print(f"{name}: {value}")
+    if result.step == args.steps:
+        export_model(model, args.out / "model")
+
+
+def checkpoint_store(args: argparse.Namespace, optimizer: OptimizerConfig) -> CheckpointStore | None:
+    """Where to save checkpoints; ``None`` for optimizers whose state cannot be loaded safely."""
+    store = CheckpointStore(args.out / "checkpoints", keep=args.keep)
+    if not optimizer.resumable:
+        reason = f"the state of {optimizer.name} holds pickled objects, which torch.load(weights_only=True) refuses"
+        if args.resume:
+            raise ValueError(f"Cannot --resume: {reason}")
+        warnings.warn(f"No checkpoints will be saved, only the final model: {reason}", stacklevel=2)
+        return None
+    if not args.resume and store.latest() is not None:
+        raise ValueError(f"{args.out} already holds a run: continue it with --resume or choose another --out")
+    return store
+
+
+def device_name(name: str) -> str:
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def from_flags(cls: type[Any], args: argparse.Namespace, **others: Any) -> Any:
+    """A configuration whose fields are the flags of the same names; ``others`` come on top."""
+    names = {field.name for field in dataclasses.fields(cls)} & vars(args).keys()
+    return cls(**{name: getattr(args, name) for name in names} | others)
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument_group("run").add_argument
+    add("--out", type=Path, required=True, help="directory of the run")
+    add("--resume", action="store_true", help="go on from the newest complete checkpoint in --out, if there is one")
+    add("--model", choices=LLAMA_SHAPES, default="1m")
+    add("--seed", type=int, default=0, help="of the initial weights, the order of the data and the row selection")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    add("--dtype", choices=("fp32", "bf16", "autocast"), default="fp32", help="bf16: also the weights")
+    add_training_flags(parser.add_argument_group("training").add_argument)
+    add_data_flags(parser.add_argument_group("data; by default the embedded corpus").add_argument)
+    add_optimizer_flags(parser.add_argument_group("optimizer").add_argument)
+    return parser
+
+
+def add_training_flags(add: Any) -> None:
+    add("--steps", type=int, default=1000)
+    add("--warmup", type=int, default=100, help="steps of learning-rate warm-up; a cosine to a tenth follows")
+    add("--accumulate", type=int, default=1, help="batches per step")
+    add("--clip", type=float, default=1.0, help="largest gradient norm; 0 is off")
+    add("--eval-every", type=int, default=100)
+    add("--log-every", type=int, default=10)
+    add("--save-every", type=int, default=500, help="steps between checkpoints; 0 saves only on a stop and at the end")
+    add("--keep", type=int, default=2, help="checkpoints to keep")
+
+
+def add_data_flags(add: Any) -> None:
+    add("--batch-size", type=int, default=8)
+    add("--seq-len", type=int, default=256)
+    add("--eval-blocks", type=int, default=64, help="held-out sequences to evaluate on")
+    add("--tokenizer", help="name or directory for AutoTokenizer; bytes if not given")
+    add("--text-files", nargs="+", default=(), metavar="GLOB", help="5%% of the files are held out, or --eval-files")
+    add("--eval-files", nargs="+", default=(), metavar="GLOB")
+    add("--dataset", help="on the Hugging Face hub, or json, text, parquet, ... with --data-files; read as a stream")
+    add("--subset", help="configuration of the dataset")
+    add("--split", default="train")
+    add("--eval-split", default="validation")
+    add("--data-files", nargs="+", type=split_and_path, default=(), metavar="SPLIT=GLOB")
+    add("--text-column", default="text")
+
+
+def add_optimizer_flags(add: Any) -> None:
+    add("--optimizer", choices=OPTIMIZERS, default="grass")
+    add("--lr", type=float, default=1e-3)
+    add("--weight-decay", type=float, default=0.0)
+    add("--betas", type=float, nargs=2, default=(0.9, 0.999))
+    add("--rank", type=number, default=0.25, help="an integer, or a fraction of the dimension")
+    add("--update-interval", type=int, default=200, help="steps between changes of the projection")
+    add("--scale", type=float, help="of the projected weights' update; default: 1, galore 0.25")
+    add("--selection", default="top_r", help="grass: top_r, multinomial_norm, multinomial_norm_sq, uniform")
+    add("--replacement", action="store_true", help="grass: draw rows with replacement")
+    add("--dim", choices=("auto", 0, 1), type=lambda text: int(text) if text.isdigit() else text, default="auto")
+    add("--state-policy", choices=("reset", "keep", "bank"), default="reset", help="grass: moments at a refresh")
+    add("--warmup-after-refresh", type=int, default=0, help="grass: steps of warm-up after a refresh")
+
+
+def split_and_path(text: str) -> tuple[str, str]:
+    split, equals, path = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be SPLIT=GLOB, such as train=a.jsonl")
+    return split, path
+
+
+def number(text: str) -> int | float:
+    return float(text) if set(text) & set(".e") else int(text)
+
+
+if __name__ == "__main__":
+    main()
