@@ -12,7 +12,9 @@ count ``t`` (Muhamed et al., 2024, Algorithm 1, with the bias correction and dec
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,8 +195,10 @@ def project_and_step_(
     adamw_rows_(weight, projector, compact, exp_avg, exp_avg_sq, coefficients, scratch, **hyperparameters)
 
 
-compiled_project_and_step_ = torch.compile(project_and_step_, dynamic=True)
-""":func:`project_and_step_` as one pass over the chosen rows; compiled at the first call."""
+@functools.cache
+def compiled_project_and_step() -> Callable[..., None]:
+    """:func:`project_and_step_` compiled to one pass over the chosen rows, for all shapes alike."""
+    return torch.compile(project_and_step_, dynamic=True)
 
 
 def _bias_correction(steps: Tensor, beta: float) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from grass.functional import ScratchPool, compiled_project_and_step_, decay_all_, project_and_step_
+from grass.functional import ScratchPool, compiled_project_and_step, decay_all_, project_and_step_
 from grass.hyperparameters import as_matrix, is_projected, resolve_dim, validate_group
 from grass.moments import HOST_KEYS, State, moment_dtype
 from grass.refresh import GroupCoefficients, current_projector, refresh, refresh_due
@@ -142,21 +142,23 @@ class GrassAdamW(Optimizer):
         """
         exact: dict[int, State] = {}
         before = self.register_load_state_dict_pre_hook(lambda _, loading: _take_projected(loading, exact))
-        after = self.register_load_state_dict_post_hook(lambda _: self._put_projected(exact), prepend=True)
+        after = self.register_load_state_dict_post_hook(lambda _: self._finish_load(exact), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
             before.remove()
             after.remove()
 
-    def _put_projected(self, exact: dict[int, State]) -> None:
-        for index, p in enumerate(p for group in self.param_groups for p in group["params"]):
-            if index in exact:
+    def _finish_load(self, exact: dict[int, State]) -> None:
+        for position, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            if position not in exact and "step" in self.state[p]:
+                self.state[p]["step"] = self.state[p]["step"].to(p.device)  # where torch's fused AdamW wants it
+            elif position in exact:
                 self.state[p] = {
                     key: value.to("cpu" if key in HOST_KEYS else p.device, copy=True)
                     if isinstance(value, Tensor)
                     else value
-                    for key, value in exact[index].items()
+                    for key, value in exact[position].items()
                 }
 
     def _check_gradients(self) -> None:
@@ -217,16 +219,16 @@ class GrassAdamW(Optimizer):
         moments = state["exp_avg"], state["exp_avg_sq"]
         hyperparameters = {key: group[key] for key in ("betas", "eps", "maximize")}
         if group["fused"]:
-            compiled_project_and_step_(weight, projector, grad, *moments, step_coefficients, **hyperparameters)
+            compiled_project_and_step()(weight, projector, grad, *moments, step_coefficients, **hyperparameters)
         else:
             buffers = scratch.like(moments[0])
             project_and_step_(weight, projector, grad, *moments, step_coefficients, buffers, **hyperparameters)
 
 
 def _take_projected(state_dict: dict[str, Any], taken: dict[int, State]) -> dict[str, Any]:
-    """Move the state of projected weights from a state dict, shallowly copied, to ``taken``."""
-    for key, state in state_dict["state"].items():
-        if "indices" in state:
-            taken[key] = state
-    rest = {key: {} if key in taken else state for key, state in state_dict["state"].items()}
-    return {**state_dict, "state": rest}
+    """Move the state of projected weights from a state dict, shallowly copied, to ``taken``, keyed by position."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    states = state_dict["state"]
+    taken.update((i, states[key]) for i, key in enumerate(keys) if "indices" in states.get(key, ()))
+    bare = {key: {} if "indices" in state else state for key, state in states.items()}
+    return {**state_dict, "state": bare}
