@@ -12,6 +12,9 @@ import torch
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=40)
 hypothesis.settings.load_profile("repeatable")
 
+# The matrices are tiny: a second thread costs more than it brings, much more where other jobs run beside.
+torch.set_num_threads(1)
+
 VOCABULARY = 64
 
 
