@@ -205,7 +205,7 @@ class GrassAdamW(Optimizer):
     ) -> None:
         """Choose new rows for one weight if that is due, then update its chosen rows."""
         assert p.grad is not None
-        weight, grad, state = as_matrix(p), as_matrix(p.grad, like=p), self.state[p]
+        weight, grad, state = as_matrix(p.detach()), as_matrix(p.grad, like=p), self.state[p]
         if refresh_due(state, group):
             dim = resolve_dim(group["dim"], weight)
             norms = torch.linalg.vector_norm(grad, dim=1 - dim, dtype=moment_dtype(weight))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grass import GrassAdamW
-from tests.reference import ReferenceGrass, uneven_gradients
+from tests.reference import ReferenceGrass, gradients_for, run, uneven_gradients
 
 SHAPE, RANK, INTERVAL, STEPS = (7, 9), 3, 4, 14
 RULES = {
@@ -143,3 +143,17 @@ def test_fused_equals_unfused(options: dict, dtype: torch.dtype) -> None:
     # fp32: another order of rounding. bf16: where that tips a rounding of the weight, one unit in its last place.
     rtol = 1e-5 if dtype == torch.float32 else 1.6e-2
     torch.testing.assert_close(results[1], results[0], rtol=rtol, atol=1e-6)
+
+
+def test_weights_do_not_disturb_each_other() -> None:
+    """Several weights of other shapes, dtypes and ranks in one optimizer move as each does alone."""
+    shapes = [(16, 12), (3, 40), (16, 12), (2, 2), (5, 1), (30, 20)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float16, torch.float32]
+    weights = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    gradients = gradients_for(weights, 8)
+    together = [torch.nn.Parameter(w.clone()) for w in weights]
+    run(GrassAdamW(together, rank=0.3, update_interval=3, **HYPER), together, gradients)
+    for i, weight in enumerate(weights):
+        alone = torch.nn.Parameter(weight.clone())
+        run(GrassAdamW([alone], rank=0.3, update_interval=3, **HYPER), [alone], [[step[i]] for step in gradients])
+        assert torch.equal(together[i], alone), shapes[i]

@@ -101,6 +101,7 @@ class Trainer:
     checkpoints: CheckpointStore | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     step: int = field(default=0, init=False)
+    saved_step: int | None = field(default=None, init=False)
     eval_loss: float = field(default=float("nan"), init=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +114,7 @@ class Trainer:
     def run(self) -> Result:
         """Train to the last step, or to the end of the step in which SIGTERM or SIGINT arrives; save either way."""
         log = MetricsLog(self.config.out, self.step)
-        bar = tqdm(total=self.config.steps, initial=self.step, unit="step", dynamic_ncols=True)
+        bar = tqdm(total=self.config.steps, initial=self.step, unit="step", dynamic_ncols=True, mininterval=0.5)
         clock = Clock()
         with closing(log), bar, GracefulStop() as stop:
             while self.step < self.config.steps and not stop.requested:
@@ -124,8 +125,10 @@ class Trainer:
                     log.write({"step": self.step, "tokens": self.step * self.tokens_per_step, **row})
                     bar.set_postfix({name: f"{row[name]:.4g}" for name in SHOWN if name in row}, refresh=False)
                 bar.update()
-                if self._due(self.config.save_every) or stop.requested:
+                if self._due(self.config.save_every):
                     self.save()
+            if self.saved_step != self.step:
+                self.save()
         rate = clock.steps * self.tokens_per_step / clock.seconds if clock.steps else 0.0
         return Result(self.step, self.eval_loss, rate, state_bytes(self.optimizer), gradient_bytes(self.model))
 
@@ -188,6 +191,7 @@ class Trainer:
                 "settings": dict(self.settings),
             }
             self.checkpoints.save(self.step, self.model, state)
+        self.saved_step = self.step
 
     def resume(self) -> bool:
         """Go on from the newest complete checkpoint; ``False`` if there is none.
@@ -203,7 +207,8 @@ class Trainer:
         if changed:
             given = {name: self.settings.get(name) for name in changed}
             raise ValueError(f"{path} was made with {changed}, not with {given}")
-        self.step, self.eval_loss = state["step"], state["eval_loss"]
+        self.step = self.saved_step = state["step"]
+        self.eval_loss = state["eval_loss"]
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.data.train.load_state_dict(state["data"])
