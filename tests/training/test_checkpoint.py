@@ -1,0 +1,137 @@
+import signal
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from grass.training import checkpoint
+from grass.training.checkpoint import CheckpointStore, export_model
+from grass.training.metrics import COLUMNS, truncate_csv
+from grass.training.models import build_llama, llama_config
+from grass.training.signals import GracefulStop
+
+
+def llama(seed=0, dtype=torch.float32):
+    return build_llama(llama_config("1m", vocab_size=257, max_seq_len=16), seed=seed, dtype=dtype)
+
+
+def same_weights(one, two):
+    ours, theirs = one.state_dict(), two.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+
+
+def test_round_trip(store):
+    model, other = llama(0), llama(1)
+    state = {"step": 3, "rng": torch.get_rng_state(), "nested": {"lr": [1e-3], "name": "grass", "none": None}}
+    path = store.save(3, model, state)
+    assert store.latest() == path
+    loaded = store.load(path, other)
+    assert same_weights(model, other)
+    assert torch.equal(loaded.pop("rng"), state.pop("rng"))
+    assert loaded == state
+
+
+def test_plain_transformers_loads_checkpoints_and_exports(store, tmp_path):
+    model = llama(dtype=torch.bfloat16)
+    export_model(llama(1), tmp_path / "model")
+    export_model(model, tmp_path / "model")
+    for path in (store.save(1, model, {}), tmp_path / "model"):
+        loaded = LlamaForCausalLM.from_pretrained(path)
+        assert loaded.dtype == torch.bfloat16
+        assert same_weights(loaded, model)
+
+
+def test_only_the_newest_are_kept(store):
+    for step in (9, 10, 100):
+        store.save(step, llama(), {})
+    assert sorted(path.name for path in store.root.iterdir()) == ["step-00000010", "step-00000100"]
+
+
+def test_nothing_to_load(store):
+    assert store.latest() is None
+
+
+@pytest.mark.parametrize("file", ["state.pt", "model.safetensors", "config.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_damaged_checkpoints_are_ignored(store, file, damage):
+    good = store.save(1, llama(), {"step": 1})
+    bad = store.save(2, llama(), {"step": 2}) / file
+    if damage == "missing":
+        bad.unlink()
+    else:
+        bad.write_bytes(bad.read_bytes()[:-1])
+    assert store.latest() == good
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        (checkpoint, "save_model"),
+        (torch, "save"),
+        (checkpoint, "_flush"),
+        (checkpoint.Path, "write_text"),
+        (checkpoint.Path, "rename"),
+    ],
+    ids=lambda moment: moment[1],
+)
+def test_death_while_saving_leaves_the_previous_checkpoint(store, moment, monkeypatch):
+    good = store.save(1, llama(), {"step": 1})
+
+    def die(*arguments, **keywords):
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*moment, die)
+        with pytest.raises(Killed):
+            store.save(2, llama(), {"step": 2})
+    assert store.latest() == good
+    assert len(list(store.root.iterdir())) == 2, "the unfinished directory, with another name"
+    assert store.save(2, llama(), {"step": 2}) == store.latest()
+    assert sorted(path.name for path in store.root.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_checkpoints_hold_no_code(store):
+    path = store.save(1, llama(), {"projector": GracefulStop()})
+    with pytest.raises(Exception, match="weights_only"):
+        store.load(path, llama())
+
+
+def test_keep_must_be_positive(tmp_path):
+    with pytest.raises(ValueError, match="keep=0: must be >= 1"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+def test_first_signal_asks_and_the_second_acts():
+    received = []
+    previous = signal.signal(signal.SIGTERM, lambda *_: received.append("default"))
+    try:
+        with GracefulStop() as stop:
+            assert not stop.requested
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.requested
+            assert received == []
+            signal.raise_signal(signal.SIGTERM)
+            assert received == ["default"]
+        signal.raise_signal(signal.SIGTERM)
+        assert received == ["default"] * 2
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_csv_drops_later_and_half_written_rows(tmp_path):
+    path = tmp_path / "metrics.csv"
+    header = ",".join(COLUMNS)
+    path.write_text(f"{header}\n9,1\n10,2\n11,3\n1")
+    truncate_csv(path, 10)
+    assert path.read_text() == f"{header}\n9,1\n10,2\n"
+    truncate_csv(path, 0)
+    assert path.read_text() == f"{header}\n"

@@ -1,0 +1,107 @@
+import sys
+
+import pytest
+import torch
+
+from grass import GrassAdamW
+from grass.memory import state_bytes
+from grass.training.metrics import gradient_bytes
+from grass.training.models import build_llama, llama_config
+from grass.training.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer
+
+HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 128, 352, 4, 257
+PROJECTED = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE)
+PARAMETERS = PROJECTED + 2 * VOCAB * HIDDEN + (2 * LAYERS + 1) * HIDDEN
+
+
+@pytest.fixture
+def model():
+    return build_llama(llama_config("1m", vocab_size=VOCAB, max_seq_len=16))
+
+
+def train(model, optimizer, steps=30):
+    tokens = torch.arange(64).view(4, 16)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_learns(model, name):
+    lr = 1e-2 if name in ("galore", "apollo") else 3e-3
+    losses = train(model, build_optimizer(model, OptimizerConfig(name=name, lr=lr, update_interval=5)))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_adamw_is_torch_fused(model):
+    optimizer = build_optimizer(model, OptimizerConfig(name="adamw", lr=2e-3, weight_decay=0.1, betas=(0.8, 0.9)))
+    assert type(optimizer) is torch.optim.AdamW
+    group = optimizer.param_groups[0]
+    assert (group["fused"], group["lr"], group["weight_decay"], group["betas"]) == (True, 2e-3, 0.1, (0.8, 0.9))
+
+
+def test_grass_gets_every_setting(model):
+    settings = {
+        "update_interval": 7,
+        "scale": 0.5,
+        "selection": "uniform",
+        "replacement": True,
+        "dim": 1,
+        "state_policy": "keep",
+        "warmup_after_refresh": 2,
+        "seed": 3,
+    }
+    optimizer = build_optimizer(model, OptimizerConfig(name="grass", rank=16, **settings))
+    assert isinstance(optimizer, GrassAdamW)
+    projected, rest = optimizer.param_groups
+    assert projected["rank"] == 16
+    assert {key: projected[key] for key in settings} == settings
+    assert rest["rank"] is None
+    assert sum(p.numel() for p in projected["params"]) == PROJECTED
+
+
+@pytest.mark.parametrize("name", ["galore", "apollo"])
+@pytest.mark.parametrize("rank", [32, 0.25])
+def test_peers_project_the_same_weights(model, name, rank):
+    optimizer = build_optimizer(model, OptimizerConfig(name=name, rank=rank, update_interval=50))
+    projected, rest = optimizer.param_groups
+    assert (projected["rank"], projected["update_proj_gap"]) == (32, 50)
+    assert sum(p.numel() for p in projected["params"]) == PROJECTED
+    assert "rank" not in rest
+    assert sum(p.numel() for p in rest["params"]) == PARAMETERS - PROJECTED
+
+
+def test_bytes_of_states_and_gradients(model):
+    train(model, optimizer := build_optimizer(model, OptimizerConfig(name="adamw")), steps=1)
+    tensors = len(optimizer.state)
+    assert gradient_bytes(model) == 4 * PARAMETERS
+    assert state_bytes(optimizer) == (4 * (2 * PARAMETERS + tensors), 0)
+
+
+@pytest.mark.parametrize("name", ["galore", "apollo"])
+def test_missing_peer_says_how_to_install_it(model, name, monkeypatch):
+    monkeypatch.setitem(sys.modules, f"{name}_torch", None)
+    with pytest.raises(ImportError, match=r"pip install grass-torch\[bench\]"):
+        build_optimizer(model, OptimizerConfig(name=name))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "sgd"}, "'sgd'; available: adamw, grass, galore, apollo"),
+        ({"lr": -1.0}, "lr=-1.0.*must be >= 0"),
+        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\): must be in \[0, 1\)"),
+        ({"rank": 0}, "rank=0: must be an integer >= 1"),
+        ({"rank": 1.5}, r"rank=1.5: must be .* fraction in \(0, 1\]"),
+        ({"update_interval": 0}, "update_interval=0: must be >= 1"),
+    ],
+    ids=str,
+)
+def test_invalid_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**settings)

@@ -1,0 +1,147 @@
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import LlamaForCausalLM
+
+from grass.training.optimizers import OPTIMIZERS
+from tests.training.runs import PRETRAIN, TINY
+
+main = runpy.run_path(str(PRETRAIN))["main"]
+
+
+def pretrain(out, *flags):
+    main(["--out", str(out), *TINY, "--steps", "6", "--eval-every", "3", *flags])
+    return pd.read_csv(out / "metrics.csv", index_col="step")
+
+
+@pytest.mark.filterwarnings("ignore:No checkpoints will be saved")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "autocast"])
+def test_every_optimizer_and_dtype_runs(tmp_path, optimizer, dtype):
+    log = pretrain(tmp_path, "--optimizer", optimizer, "--dtype", dtype, "--update-interval", "3")
+    assert list(log.index) == [1, 2, 3, 4, 5, 6]
+    assert log["loss"].between(3, 7).all()
+    assert list(log["eval_loss"].dropna().index) == [3, 6]
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == (torch.bfloat16 if dtype == "bf16" else torch.float32)
+
+
+def test_learning_rate_warms_up_and_decays(tmp_path):
+    log = pretrain(tmp_path, "--lr", "0.5", "--steps", "10", "--clip", "0", "--optimizer", "adamw")
+    assert log["lr"].tolist()[:3] == [0, 0.25, 0.5]
+    assert log["lr"].iloc[2:].is_monotonic_decreasing
+    assert 0.05 < log["lr"].iloc[-1] < 0.08
+
+
+def test_accumulated_batches_equal_one_large_batch(tmp_path):
+    large = pretrain(tmp_path / "large", "--optimizer", "adamw", "--batch-size", "4")
+    small = pretrain(tmp_path / "small", "--optimizer", "adamw", "--batch-size", "2", "--accumulate", "2")
+    columns = ["tokens", "loss", "eval_loss", "grad_norm", "lr"]
+    pd.testing.assert_frame_equal(small[columns], large[columns], rtol=1e-4)
+
+
+def test_clipping_changes_the_run_and_not_the_reported_norm(tmp_path):
+    free = pretrain(tmp_path / "free", "--clip", "0", "--optimizer", "grass", "--update-interval", "2")
+    clipped = pretrain(tmp_path / "clipped", "--clip", "0.01", "--optimizer", "grass", "--update-interval", "2")
+    assert clipped["grad_norm"].iloc[0] == free["grad_norm"].iloc[0] > 0.01
+    assert clipped["loss"].iloc[-1] != free["loss"].iloc[-1]
+
+
+def test_tensorboard_has_the_same_numbers(tmp_path):
+    log = pretrain(tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(log.index)
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(log["loss"].tolist())
+    assert [event.value for event in events.Scalars("eval_loss")] == pytest.approx(log["eval_loss"].dropna().tolist())
+
+
+def test_streamed_dataset_is_killed_and_resumed(tmp_path, json_files, tokenizer_path):
+    flags = ["--dataset", "json", "--tokenizer", tokenizer_path, "--data-files"]
+    flags += [f"{split}={path}" for split, path in json_files.items()]
+    alone = pretrain(tmp_path / "alone", *flags, "--steps", "9")
+    pretrain(tmp_path / "parts", *flags, "--steps", "9", "--save-every", "4", "--keep", "3")
+    (tmp_path / "parts" / "checkpoints" / "step-00000009" / "manifest.json").unlink()
+    resumed = pretrain(tmp_path / "parts", *flags, "--steps", "9", "--save-every", "4", "--resume")
+    pd.testing.assert_frame_equal(
+        resumed.drop(columns="tokens_per_second"), alone.drop(columns="tokens_per_second"), check_exact=True
+    )
+
+
+def test_a_run_can_be_extended_but_not_changed(tmp_path, capsys):
+    pretrain(tmp_path, "--steps", "4")
+    assert list(pretrain(tmp_path, "--steps", "6", "--resume").index) == [1, 2, 3, 4, 5, 6]
+    assert "Resumed at step 4" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"made with .*'lr': 0.001.* not with .*'lr': 0.5"):
+        pretrain(tmp_path, "--resume", "--lr", "0.5")
+
+
+def test_a_finished_run_resumes_to_nothing(tmp_path):
+    log = pretrain(tmp_path)
+    pd.testing.assert_frame_equal(pretrain(tmp_path, "--resume"), log)
+
+
+def test_resume_without_a_checkpoint_starts(tmp_path):
+    assert len(pretrain(tmp_path, "--resume")) == 6
+
+
+def test_a_run_is_not_overwritten(tmp_path, capsys):
+    pretrain(tmp_path)
+    with pytest.raises(SystemExit):
+        pretrain(tmp_path)
+    assert "already holds a run: continue it with --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optimizer", ["galore", "apollo"])
+def test_peers_cannot_be_resumed_and_say_so(tmp_path, optimizer, capsys):
+    with pytest.warns(UserWarning, match=f"the state of {optimizer} holds pickled objects"):
+        pretrain(tmp_path, "--optimizer", optimizer)
+    assert not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    with pytest.raises(SystemExit):
+        pretrain(tmp_path, "--optimizer", optimizer, "--resume")
+    assert "Cannot --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "0"], "steps=0: must be >= 1"),
+        (["--warmup", "6"], "warmup=6: must be in [0, steps=6)"),
+        (["--accumulate", "0"], "accumulate=0: must be >= 1"),
+        (["--clip", "-1"], "clip=-1.0: must be >= 0"),
+        (["--rank", "0"], "rank=0: must be an integer >= 1"),
+        (["--rank", "1.25"], "rank=1.25: must be an integer >= 1 or a fraction in (0, 1]"),
+        (["--batch-size", "0"], "batch_size=0: must be >= 1"),
+        (["--keep", "0"], "keep=0: must be >= 1"),
+        (["--dataset", "allenai/c4"], "dataset='allenai/c4' needs a tokenizer"),
+        (["--data-files", "x.jsonl"], "must be SPLIT=GLOB"),
+        (["--dim", "2"], "invalid choice"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_invalid_flags(tmp_path, flags, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        pretrain(tmp_path, *flags)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_package_does_not_need_transformers():
+    code = "import grass, sys; sys.exit(bool({'transformers', 'datasets', 'triton'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_demo_smoke(tmp_path):
+    demo = Path(PRETRAIN).with_name("demo.py")
+    command = [sys.executable, str(demo), "--smoke", "--out", str(tmp_path / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("AdamW ", "Grass "))]
+    assert [row[0] for row in rows] == ["AdamW", "Grass"]
+    assert int(rows[1][3].replace(",", "")) < 0.5 * int(rows[0][3].replace(",", ""))
+    assert (tmp_path / "demo" / "loss.png").read_bytes().startswith(b"\x89PNG")
