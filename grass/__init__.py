@@ -1,6 +1,7 @@
 """Grass for PyTorch: an AdamW that keeps and updates only selected rows of each weight's gradient."""
 
 from grass import memory
+from grass.compact import calibrate, compact, expand
 from grass.functional import compact_adamw
 from grass.groups import matched_modules, param_groups
 from grass.optimizer import GrassAdamW
@@ -14,7 +15,10 @@ __all__ = [
     "Projector",
     "Selection",
     "available_rules",
+    "calibrate",
+    "compact",
     "compact_adamw",
+    "expand",
     "matched_modules",
     "memory",
     "param_groups",

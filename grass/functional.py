@@ -54,11 +54,12 @@ class StepCoefficients:
         denominator = _bias_correction(steps, betas[1]).sqrt()
         return cls(step_size, denominator, torch.as_tensor(1 - lr * weight_decay))
 
-    def along(self, projector: Projector) -> StepCoefficients:
-        """The same with vectors shaped to broadcast over the projector's compact matrices."""
+    def along(self, dim: int) -> StepCoefficients:
+        """The same with vectors over the rows shaped to broadcast over compact matrices of this ``dim``."""
         if self.step_size.ndim == 0:
             return self
-        return StepCoefficients(projector.along(self.step_size), projector.along(self.denominator), self.shrink)
+        step_size, denominator = self.step_size.unsqueeze(1 - dim), self.denominator.unsqueeze(1 - dim)
+        return StepCoefficients(step_size, denominator, self.shrink)
 
 
 Scratch = tuple[Tensor | None, Tensor | None]
@@ -147,7 +148,7 @@ def adamw_rows_(
     maximize: bool,
 ) -> None:
     """:func:`compact_adamw` with the coefficients at hand; ``grad`` may lie in ``scratch[0]``."""
-    c = coefficients.along(projector)
+    c = coefficients.along(projector.dim)
     update = adam_direction_(
         grad, exp_avg, exp_avg_sq, c.denominator, scratch[1], betas=betas, eps=eps, maximize=maximize
     )
@@ -195,10 +196,41 @@ def project_and_step_(
     adamw_rows_(weight, projector, compact, exp_avg, exp_avg_sq, coefficients, scratch, **hyperparameters)
 
 
+def step_active_(
+    active: Tensor,
+    dim: int,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    coefficients: StepCoefficients,
+    scratch: Scratch = NO_SCRATCH,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    maximize: bool,
+) -> None:
+    """The step of :func:`adamw_rows_` on rows held in a tensor of their own, ``active (r, n)`` or ``(m, r)``."""
+    c = coefficients.along(dim)
+    update = adam_direction_(
+        grad, exp_avg, exp_avg_sq, c.denominator, scratch[1], betas=betas, eps=eps, maximize=maximize
+    )
+    update.mul_(c.step_size)
+    if active.dtype == update.dtype:
+        active.mul_(c.shrink).sub_(update)
+    else:
+        active.copy_(active.to(update.dtype).mul_(c.shrink).sub_(update))
+
+
 @functools.cache
 def compiled_project_and_step() -> Callable[..., None]:
     """:func:`project_and_step_` compiled to one pass over the chosen rows, for all shapes alike."""
     return torch.compile(project_and_step_, dynamic=True)
+
+
+@functools.cache
+def compiled_step_active() -> Callable[..., None]:
+    """:func:`step_active_` compiled to one pass."""
+    return torch.compile(step_active_, dynamic=True)
 
 
 def _bias_correction(steps: Tensor, beta: float) -> Tensor:

@@ -109,5 +109,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "warmup_after_refresh": (lambda v: _is_int(v) and v >= 0, "an integer >= 0"),
     "seed": (_is_int, "an integer"),
     "decay": _one_of(("selected", "all")),
+    "refresh": _one_of(("sketch", "exact")),
+    "sketch_size": (lambda v: _is_int(v) and v >= 1, "an integer >= 1"),
     "bank_dtype": _one_of(("float32", "bfloat16")),
 }

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 
-from grass.functional import ScratchPool, compiled_project_and_step, decay_all_, project_and_step_
-from grass.hyperparameters import as_matrix, is_projected, resolve_dim, validate_group
-from grass.moments import HOST_KEYS, State, moment_dtype
-from grass.refresh import GroupCoefficients, current_projector, refresh, refresh_due
+from grass.active import arm, layers_by_parameter
+from grass.functional import ScratchPool
+from grass.hyperparameters import is_projected, validate_group
+from grass.layers import CompactLayer
+from grass.moments import HOST_KEYS, State
+from grass.steps import GroupStep
 
-ParamsT = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+ParamsT = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 
 class GrassAdamW(Optimizer):
@@ -25,12 +26,16 @@ class GrassAdamW(Optimizer):
     Adam's moments exist for those alone: ``2rn`` values instead of ``2mn``. Every ``update_interval`` steps the rows
     are chosen again from the norms of the gradient at hand, which is the first to be used with them.
 
+    Given a model that :func:`grass.compact` converted, or its parameters, it trains the active rows in the same way,
+    writes them back, and lets the sketch gathered in every ``update_interval``-th step choose the rows from the next
+    step on; ``rank`` and ``dim`` are then the layers' own.
+
     Groups with ``rank=None`` and tensors of fewer than two dimensions are plain AdamW, computed by torch. Weights of
     more than two dimensions are treated as ``(shape[0], -1)`` matrices. Every argument is also a group key.
 
     Args:
         params: tensors, named tensors or groups, as for any ``torch.optim`` optimizer; :func:`grass.param_groups` makes
-            groups that leave embeddings and heads at full rank.
+            groups that leave embeddings and heads at full rank. Or a converted model.
         lr: learning rate; a float or a one-element tensor.
         betas: decay rates of the first and second moment.
         eps: added to the denominator.
@@ -50,6 +55,9 @@ class GrassAdamW(Optimizer):
         maximize: ascend.
         decay: ``"selected"`` decays the rows that move, ``"all"`` whole weights.
         bank_dtype: precision of the bank: ``"float32"`` or ``"bfloat16"``.
+        refresh: how compact mode learns the norms for a selection: ``"sketch"``, from a Johnson-Lindenstrauss sketch of
+            the gradient, or ``"exact"``, from the full gradient of that one step.
+        sketch_size: columns of the sketch.
         fused: update projected weights in one compiled pass each (``torch.compile``; on CPU it needs a C++ compiler and
             some seconds per distinct shape on the first step).
 
@@ -62,6 +70,8 @@ class GrassAdamW(Optimizer):
         >>> loss.backward()
         >>> optimizer.step()
     """
+
+    writes_back_active_rows = True
 
     def __init__(
         self,
@@ -83,11 +93,13 @@ class GrassAdamW(Optimizer):
         maximize: bool = False,
         decay: str = "selected",
         bank_dtype: str | torch.dtype = "float32",
+        refresh: str = "sketch",
+        sketch_size: int = 32,
         fused: bool = False,
     ) -> None:
         defaults = {key: value for key, value in locals().items() if key not in ("self", "params", "__class__")}
         defaults["bank_dtype"] = str(bank_dtype).removeprefix("torch.")
-        super().__init__(params, defaults)
+        super().__init__(_trainable(params) if isinstance(params, nn.Module) else params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle or a checkpoint; keys that it lacks take their defaults."""
@@ -105,6 +117,10 @@ class GrassAdamW(Optimizer):
             group["bank_dtype"] = str(group["bank_dtype"]).removeprefix("torch.")
         validate_group({**self.defaults, **group})
         super().add_param_group(group)
+        layers, added = layers_by_parameter(), self.param_groups[-1]
+        for p in added["params"]:
+            if id(p) in layers:
+                arm(layers[id(p)], NEW, added)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -118,19 +134,21 @@ class GrassAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
-        index, scratch = 0, ScratchPool()
+        layers, scratch, index = layers_by_parameter(), ScratchPool(), 0
         for group in self.param_groups:
-            coefficients = GroupCoefficients(group)
-            dense = []
+            group_step = GroupStep(group, scratch)
+            plain = []
             for p in group["params"]:
                 if p.grad is None:
                     pass
+                elif id(p) in layers:
+                    group_step.active(p, p.grad, layers[id(p)], self.state[p], index)
                 elif is_projected(p, group):
-                    self._step_projected(p, group, index, coefficients, scratch)
+                    group_step.projected(p, p.grad, self.state[p], index)
                 else:
-                    dense.append(p)
+                    plain.append(p)
                 index += 1
-            self._step_dense(dense, group)
+            group_step.plain(plain, [self.state[p] for p in plain])
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -149,17 +167,35 @@ class GrassAdamW(Optimizer):
             before.remove()
             after.remove()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state as tensors and plain scalars; with the active rows' values where the weights cannot hold them."""
+        state_dict = super().state_dict()
+        layers = layers_by_parameter()
+        for position, p in enumerate(self._parameters()):
+            layer = layers.get(id(p))
+            if layer is not None and p.dtype != layer.weight.dtype and position in state_dict["state"]:
+                state_dict["state"][position] = {**state_dict["state"][position], "active": p.detach()}
+        return state_dict
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
     def _finish_load(self, exact: dict[int, State]) -> None:
-        for position, p in enumerate(p for group in self.param_groups for p in group["params"]):
-            if position not in exact and "step" in self.state[p]:
-                self.state[p]["step"] = self.state[p]["step"].to(p.device)  # where torch's fused AdamW wants it
-            elif position in exact:
+        for position, p in enumerate(self._parameters()):
+            if position in exact:
                 self.state[p] = {
                     key: value.to("cpu" if key in HOST_KEYS else p.device, copy=True)
                     if isinstance(value, Tensor)
                     else value
                     for key, value in exact[position].items()
                 }
+            elif "step" in self.state[p]:
+                self.state[p]["step"] = self.state[p]["step"].to(p.device)  # where torch's fused AdamW wants it
+        layers = layers_by_parameter()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if id(p) in layers and self.state[p]:
+                    _restore_selection(layers[id(p)], self.state[p], group)
 
     def _check_gradients(self) -> None:
         for group in self.param_groups:
@@ -170,60 +206,6 @@ class GrassAdamW(Optimizer):
                         "use sparse=False in the embedding or torch.optim.SparseAdam for it"
                     )
 
-    def _step_dense(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        """Plain AdamW by torch's own fused (CPU, CUDA) or foreach implementation."""
-        if not params:
-            return
-        fused = all(p.device.type in ("cpu", "cuda") for p in params)
-        for p in params:
-            if not self.state[p]:
-                self.state[p] = {
-                    "step": torch.zeros((), device=p.device if fused else "cpu"),
-                    "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
-                }
-        states = [self.state[p] for p in params]
-        adamw(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            [],
-            [s["step"] for s in states],
-            fused=fused or None,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
-
-    def _step_projected(
-        self, p: Tensor, group: dict[str, Any], index: int, coefficients: GroupCoefficients, scratch: ScratchPool
-    ) -> None:
-        """Choose new rows for one weight if that is due, then update its chosen rows."""
-        assert p.grad is not None
-        weight, grad, state = as_matrix(p.detach()), as_matrix(p.grad, like=p), self.state[p]
-        if refresh_due(state, group):
-            dim = resolve_dim(group["dim"], weight)
-            norms = torch.linalg.vector_norm(grad, dim=1 - dim, dtype=moment_dtype(weight))
-            if not refresh(state, weight, norms, dim, group, index):
-                return
-        state["step"] += 1
-        projector = current_projector(state)
-        step_coefficients = coefficients.at(state)
-        if group["decay"] == "all":
-            step_coefficients = decay_all_(weight, step_coefficients)
-        moments = state["exp_avg"], state["exp_avg_sq"]
-        hyperparameters = {key: group[key] for key in ("betas", "eps", "maximize")}
-        if group["fused"]:
-            compiled_project_and_step()(weight, projector, grad, *moments, step_coefficients, **hyperparameters)
-        else:
-            buffers = scratch.like(moments[0])
-            project_and_step_(weight, projector, grad, *moments, step_coefficients, buffers, **hyperparameters)
-
 
 def _take_projected(state_dict: dict[str, Any], taken: dict[int, State]) -> dict[str, Any]:
     """Move the state of projected weights from a state dict, shallowly copied, to ``taken``, keyed by position."""
@@ -232,3 +214,26 @@ def _take_projected(state_dict: dict[str, Any], taken: dict[int, State]) -> dict
     taken.update((i, states[key]) for i, key in enumerate(keys) if "indices" in states.get(key, ()))
     bare = {key: {} if "indices" in state else state for key, state in states.items()}
     return {**state_dict, "state": bare}
+
+
+NEW: State = {"step": 0, "refresh_step": 0, "refreshes": 1}
+"""The counters of active rows that have not been stepped."""
+
+
+def _restore_selection(layer: CompactLayer, state: State, group: dict[str, Any]) -> None:
+    layer.end_sketch()
+    layer.select(state["indices"])
+    if "active" in state:
+        with torch.no_grad():
+            layer.active.copy_(state.pop("active"))
+    arm(layer, state, group)
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The named parameters of a converted model that train."""
+    if not any(isinstance(module, CompactLayer) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has no active rows: convert it first, grass.compact(model, rank=...), or pass "
+            "grass.param_groups(model, rank=...) or model.parameters() to train it from full gradients"
+        )
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]

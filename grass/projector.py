@@ -32,10 +32,10 @@ class Projector:
             raise ValueError(f"Invalid dim={self.dim!r}: must be 0 (rows) or 1 (columns)")
 
     @classmethod
-    def from_selection(cls, selection: Selection, dim: int, like: Tensor) -> Projector:
-        """The projector of a selection, on the device of ``like``."""
-        scale = None if selection.scale is None else selection.scale.to(like.device)
-        return cls(selection.indices.to(like.device), scale, dim)
+    def from_selection(cls, selection: Selection, dim: int, device: torch.device) -> Projector:
+        """The projector of a selection, on ``device``."""
+        scale = None if selection.scale is None else selection.scale.to(device)
+        return cls(selection.indices.to(device), scale, dim)
 
     def along(self, vector: Tensor) -> Tensor:
         """A vector over the chosen rows ``(r,)``, shaped to broadcast against a compact matrix."""

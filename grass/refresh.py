@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +10,18 @@ import torch
 from torch import Tensor
 
 from grass.functional import StepCoefficients
-from grass.hyperparameters import resolve_rank
 from grass.moments import POLICIES, State, shared_steps
 from grass.projector import Projector
 from grass.selection import select_rows, selection_generator
+
+Carry = Callable[[Projector | None, Projector], None]
+"""``carry(old, new)`` moves the moments from the old selection, ``None`` at first, to the new one."""
+
+
+def carry_moments(state: State, weight: Tensor, group: dict[str, Any]) -> Carry:
+    """The group's state policy, bound to one weight ``(m, n)`` and its state."""
+    policy, bank_dtype = POLICIES[group["state_policy"]], getattr(torch, group["bank_dtype"])
+    return lambda old, new: policy(state, old, new, weight, bank_dtype)
 
 
 def refresh_due(state: State, group: dict[str, Any]) -> bool:
@@ -20,36 +29,36 @@ def refresh_due(state: State, group: dict[str, Any]) -> bool:
     return not state or state["refreshes"] == 0 or shared_steps(state) >= group["update_interval"]
 
 
-def refresh(state: State, weight: Tensor, norms: Tensor, dim: int, group: dict[str, Any], index: int) -> bool:
-    """Choose rows for ``weight (m, n)`` from the ``norms`` of its gradient along ``dim`` and carry the moments over.
+def refresh(state: State, carry: Carry, norms: Tensor, dim: int, rank: int, group: dict[str, Any], index: int) -> bool:
+    """Choose rows of a weight ``(m, n)`` from the ``norms`` of its gradient along ``dim`` and carry the moments over.
 
     Norms that are all zero (or not finite) tell nothing: rows chosen earlier stay, a first choice is provisional, and
     the refresh stays due.
 
     Args:
-        state: of this weight; gets ``indices``, ``row_scale``, moments and counters.
-        weight: the weight as a matrix.
+        state: of this weight; gets ``indices``, ``row_scale`` and counters.
+        carry: gives the state the moments of the new selection.
         norms: ``(m,)`` for ``dim=0``, ``(n,)`` for ``dim=1``.
         dim: 0 selects rows, 1 columns.
-        group: the parameter group.
+        rank: how many.
+        group: the parameter group: ``seed``, ``selection``, ``replacement``.
         index: the parameter's place among all groups, which with ``seed`` determines the draw.
 
     Returns:
         Whether the step goes on. It does not where a learning rate of zero meets a zero gradient in the first step, as
         when ``torch.distributed.checkpoint`` has a fresh optimizer build its state: state is made, nothing is counted.
     """
-    norms = norms.cpu()
+    norms, device = norms.cpu(), norms.device
     informative = bool((norms.isfinite() & (norms > 0)).any())
     if not state:
         state.update(step=0, refresh_step=0, refreshes=0)
     elif not informative:
         return True
-    rank = resolve_rank(group["rank"], norms.numel())
     generator = selection_generator(group["seed"], index, state["refreshes"])
     selection = select_rows(norms, rank, group["selection"], generator, replacement=group["replacement"])
     old = current_projector(state) if "indices" in state else None
-    new = Projector.from_selection(selection, dim, like=weight)
-    POLICIES[group["state_policy"]](state, old, new, weight, getattr(torch, group["bank_dtype"]))
+    new = Projector.from_selection(selection, dim, device)
+    carry(old, new)
     state.update(indices=new.indices, dim=dim, refresh_step=state["step"])
     state.pop("row_scale", None)
     if new.scale is not None:

@@ -1,0 +1,52 @@
+"""Stepping active rows: what an optimizer does around the update of a converted layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grass.layers import LAYERS, CompactLayer
+from grass.moments import State, shared_steps
+from grass.refresh import Carry, refresh, refresh_due
+from grass.selection import selection_generator
+
+
+def layers_by_parameter() -> dict[int, CompactLayer]:
+    """Every converted layer alive by the ``id`` of its active rows, as of now: wrappers may swap parameters."""
+    return {id(layer.active): layer for layer in LAYERS}
+
+
+def adopt(state: State, layer: CompactLayer, carry: Carry) -> None:
+    """Begin the state of a layer with the rows that its conversion selected."""
+    state.update(step=0, refresh_step=0, refreshes=1, indices=layer.selected.clone(), dim=layer.dim)
+    carry(None, layer.projector())
+
+
+def finish_step(layer: CompactLayer, state: State, carry: Carry, group: dict[str, Any], index: int) -> None:
+    """After the active rows were updated: write them back, and every ``update_interval`` steps choose new ones.
+
+    The sketch gathered in the backward of the step just done decides the rows from the next step on.
+    """
+    layer.write_back()
+    if refresh_due(state, group):
+        refresh(state, carry, layer.end_sketch(), layer.dim, layer.selected.numel(), group, index)
+        layer.select(state["indices"])
+    arm(layer, state, group)
+
+
+def arm(layer: CompactLayer, state: State, group: dict[str, Any]) -> None:
+    """Have the layer gather a sketch if the coming step is one that ends in a refresh."""
+    if layer.sketch is None and shared_steps(state) + 1 >= group["update_interval"]:
+        width = layer.matrix().shape[1 - layer.dim]
+        exact = group["refresh"] == "exact" or group["sketch_size"] >= width
+        generator = selection_generator(group["seed"], -width, state["refreshes"])
+        layer.begin_sketch(None if exact else rademacher(width, group["sketch_size"], generator).to(layer.weight))
+
+
+def rademacher(width: int, size: int, generator: torch.Generator) -> Tensor:
+    """A Johnson-Lindenstrauss matrix ``S (width, size)`` of random signs over ``sqrt(size)``: ``E[S S^T] = I``."""
+    signs: Tensor = 2 * torch.randint(2, (width, size), generator=generator, dtype=torch.int8) - 1
+    return signs / math.sqrt(size)

@@ -1,0 +1,172 @@
+r"""Compact mode: convert a model so that its active rows are ordinary parameters, and back."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from grass.groups import Targets, matched_modules
+from grass.hyperparameters import resolve_rank
+from grass.layers import LAYERS, CompactLayer, compact_class
+from grass.selection import select_rows, selection_generator
+
+logger = logging.getLogger("grass")
+
+
+def compact(
+    model: nn.Module,
+    *,
+    rank: int | float,
+    dim: int = 1,
+    targets: Targets = None,
+    exclude: Targets = (),
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    calibration: Callable[[nn.Module], Tensor] | None = None,
+) -> list[str]:
+    """Convert linear layers in place: freeze their weights and make the selected rows of each a parameter.
+
+    Call it before the optimizer is built and before DDP, ``fully_shard`` or ``torch.compile``. What trains is then
+    ``layer.active``, ``(r, n)`` for ``dim=0`` and ``(m, r)`` for ``dim=1``; the gradient of the full weight is never
+    formed. ``model.state_dict()`` stays that of the plain model. The first rows are drawn uniformly with ``seed``.
+
+    Layers are passed over, with a log message, whose weight is shared with another module, already frozen, or which are
+    no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by PEFT). A layer converted before with the same rank and
+    dim stays as it is.
+
+    Weights are stored so that the selected dimension is contiguous in memory: for ``dim=1`` an ``nn.Linear`` weight
+    becomes a transposed view, of the same shape and values.
+
+    Args:
+        model: any module.
+        rank: rows to train per weight, an integer or a fraction of the selected dimension.
+        dim: 0 selects rows (output features), 1 columns (input features; these also save activation memory).
+        targets: as in :func:`grass.matched_modules`.
+        exclude: likewise; what matches both is left out.
+        dtype: of the active rows; ``torch.float32`` above bfloat16 weights keeps updates too small for these.
+        seed: of the first selection.
+        calibration: a function that runs a batch through the model and returns its loss; if given, the first rows are
+            those whose gradient for it is largest.
+
+    Returns:
+        The names of the converted layers.
+
+    Raises:
+        ValueError: nothing matches or nothing can be converted; a rank beyond a dimension; a layer was converted before
+            with another rank or dim. The model is then as it was.
+    """
+    if dim not in (0, 1):
+        raise ValueError(f"Invalid {dim=}: must be 0 (rows) or 1 (columns)")
+    layers = {name: model.get_submodule(name) for name in matched_modules(model, targets, exclude)}
+    ranks = {name: _checked_rank(name, layer, rank, dim) for name, layer in layers.items() if _convertible(name, layer)}
+    if not ranks:
+        raise ValueError(f"None of the layers matched can be converted: {', '.join(layers)}")
+    for index, (name, layer_rank) in enumerate(ranks.items()):
+        if not isinstance(layers[name], CompactLayer):
+            _convert(layers[name], layer_rank, dim, dtype, selection_generator(seed, index, 0))
+    _watch_optimizers()
+    if calibration is not None:
+        calibrate(model, calibration)
+    logger.info("Grass converted %d layers: %s", len(ranks), ", ".join(ranks))
+    return list(ranks)
+
+
+def expand(model: nn.Module) -> list[str]:
+    """Undo :func:`compact`: the layers become plain and trainable again. Returns their names."""
+    names = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, CompactLayer):
+            names.append(name)
+            LAYERS.discard(layer)
+            layer.write_back()
+            for attribute in ("active", "selected", "dim", "sketch", "signs"):
+                delattr(layer, attribute)
+            layer.__class__ = layer.plain_class
+            layer.weight.data = layer.weight.data.contiguous()
+            layer.weight.requires_grad_(True)
+    return names
+
+
+def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
+    """Select the rows with the largest gradient of ``loss(model)``; parameter gradients are left as they were."""
+    layers = [layer for layer in model.modules() if isinstance(layer, CompactLayer)]
+    for layer in layers:
+        layer.begin_sketch(None)
+    with torch.enable_grad():
+        value = loss(model)
+    sketches = [layer.sketch for layer in layers if layer.sketch is not None]
+    for sketch, grad in zip(sketches, torch.autograd.grad(value, sketches, allow_unused=True), strict=True):
+        sketch.grad = grad
+    for layer in layers:
+        layer.select(select_rows(layer.end_sketch(), layer.selected.numel()).indices)
+
+
+def _convertible(name: str, layer: nn.Module) -> bool:
+    if isinstance(layer, CompactLayer):
+        return True
+    if compact_class(layer) is None:
+        logger.warning("Grass passes over %s: %s is no plain linear layer", name, type(layer).__name__)
+        return False
+    if not layer.weight.requires_grad:
+        logger.warning("Grass passes over %s: its weight is frozen", name)
+        return False
+    return True
+
+
+def _checked_rank(name: str, layer: nn.Module, rank: int | float, dim: int) -> int:
+    cls = compact_class(layer) or type(layer)
+    size = cls.matrix(layer).shape[dim]
+    if not (0 < rank <= 1 if isinstance(rank, float) else 1 <= rank <= size):
+        raise ValueError(
+            f"Invalid {rank=}: must be an integer from 1 to {size} ({name}, {dim=}) or a fraction in (0, 1]"
+        )
+    resolved = resolve_rank(rank, size)
+    if isinstance(layer, CompactLayer) and (layer.selected.numel(), layer.dim) != (resolved, dim):
+        raise ValueError(
+            f"{name} was converted with rank={layer.selected.numel()}, dim={layer.dim}, not rank={resolved}, {dim=}; "
+            "call grass.expand(model) first"
+        )
+    return resolved
+
+
+def _convert(layer: Any, rank: int, dim: int, dtype: torch.dtype | None, generator: torch.Generator) -> None:
+    """Turn a plain layer into its :class:`CompactLayer`, keeping the module and its weight parameter."""
+    weight = layer.weight.requires_grad_(False)
+    layer.__class__ = compact_class(layer)
+    layer.set_matrix(layer.matrix().transpose(0, dim).contiguous().transpose(0, dim))
+    norms = torch.ones(layer.matrix().shape[dim])
+    indices = select_rows(norms, rank, "uniform", generator).indices.to(weight.device)
+    rows = layer.matrix().index_select(dim, indices)
+    layer.dim, layer.sketch, layer.signs = dim, None, None
+    layer.register_buffer("selected", indices, persistent=False)
+    layer.active = nn.Parameter(rows.to(dtype or weight.dtype))
+    LAYERS.add(layer)
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step: refuse what would train nothing, or never reach the weights."""
+    if not LAYERS:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for layer in LAYERS:
+        if id(layer.active) not in held and id(layer.weight) in held:
+            raise RuntimeError(
+                "This optimizer was built before grass.compact() converted the model and holds none of its active rows: "
+                "build the optimizer after the conversion"
+            )
+        if id(layer.active) in held and not getattr(optimizer, "writes_back_active_rows", False):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} would train active rows that never reach the model's weights: use "
+                "grass.GrassAdamW, or call grass.attach(optimizer, model) once after building this one"
+            )
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check_optimizer)

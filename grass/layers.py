@@ -1,0 +1,191 @@
+r"""Linear layers whose active rows are an ordinary parameter: the gradient of the full weight is never formed.
+
+A converted layer computes ``y = x W^T + b`` as before, with ``W (m, n)`` frozen. Its parameter ``active`` holds the
+selected rows ``W[sigma] (r, n)`` for ``dim=0``, or columns ``W[:, sigma] (m, r)`` for ``dim=1``; backward computes its
+gradient directly (Muhamed et al., 2024, section 3.3):
+
+======  =======================================  ====================  ===========
+dim     gradient of ``active``                   saved for backward    FLOPs
+======  =======================================  ====================  ===========
+0       ``(g[:, sigma])^T x``, ``(r, n)``        ``x``                 ``2 b r n``
+1       ``g^T x[:, sigma]``, ``(m, r)``          ``x[:, sigma]``       ``2 b m r``
+======  =======================================  ====================  ===========
+
+After an optimizer has stepped ``active``, :meth:`CompactLayer.write_back` copies it into ``W``.
+
+To choose new rows a layer gathers a sketch of its gradient during one step: ``g^T (x S)`` for ``dim=0`` with
+``S (n, s)``, ``x^T (g S)`` for ``dim=1`` with ``S (m, s)``. It arrives as the gradient of a leaf tensor beside the
+parameters, so that it adds up over micro-batches as gradients do, under checkpointing and ``torch.compile`` too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from grass.projector import Projector
+
+LAYERS: weakref.WeakSet[CompactLayer] = weakref.WeakSet()
+"""Every converted layer alive: an optimizer that was given parameters alone finds their layers here."""
+
+
+class _CompactLinearFunction(torch.autograd.Function):
+    """``x W^T + b`` with the gradients of the active rows and of the sketch in place of the weight's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        active: Tensor,
+        selected: Tensor,
+        dim: int,
+        sketch: Tensor | None,
+        signs: Tensor | None,
+    ) -> Tensor:
+        ctx.dim, ctx.active_dtype = dim, active.dtype
+        narrow = dim == 1 and sketch is None
+        saved = x.index_select(-1, selected) if narrow else x
+        ctx.narrow, ctx.sketching = narrow, sketch is not None
+        ctx.save_for_backward(saved, weight, selected, signs)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, selected, signs = ctx.saved_tensors
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        g, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        grad_bias = g.sum(0) if ctx.needs_input_grad[2] else None
+        if ctx.dim == 0:
+            grad_active = g.index_select(1, selected).t() @ x
+        else:
+            grad_active = g.t() @ (x if ctx.narrow else x.index_select(1, selected))
+        grad_sketch = None
+        if ctx.sketching:
+            kept, mixed = (g, x) if ctx.dim == 0 else (x, g)
+            grad_sketch = (kept.t() @ (mixed if signs is None else mixed @ signs.to(mixed.dtype))).float()
+        return grad_x, None, grad_bias, grad_active.to(ctx.active_dtype), None, None, grad_sketch, None
+
+
+class CompactLayer(nn.Module):
+    """What converted layers share. Made by :func:`grass.compact`, never directly.
+
+    Attributes:
+        weight: the layer's weight, frozen, ``(m, n)`` (``Conv1D``: ``(n, m)``).
+        active: the selected rows or columns of it, trainable, possibly in higher precision.
+        selected: int64 ``(r,)``, their indices, ascending. A buffer that ``state_dict`` leaves out.
+        dim: 0 for rows (output features), 1 for columns (input features).
+    """
+
+    weight: Any  # nn.Parameter; typed by the plain layers too
+    bias: Any
+    active: nn.Parameter
+    selected: Tensor
+    dim: int
+    sketch: Tensor | None
+    signs: Tensor | None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies and unpickled layers register themselves, so that a copied optimizer finds them."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        LAYERS.add(self)
+
+    def matrix(self) -> Tensor:
+        """The weight as an ``(m, n)`` view, output features first, detached."""
+        matrix: Tensor = self.weight.detach()
+        return matrix
+
+    def projector(self) -> Projector:
+        """The projector onto the selected rows."""
+        return Projector(self.selected, None, self.dim)
+
+    def set_matrix(self, matrix: Tensor) -> None:
+        """Make ``matrix (m, n)`` the weight's storage, in whatever memory layout it comes."""
+        self.weight.data = matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x (..., n) -> (..., m)``."""
+        weight, bias = self.matrix(), self.bias
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        rows = self.active, self.selected, self.dim
+        y: Tensor = _CompactLinearFunction.apply(x, weight, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
+        return y
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copy the active rows into the weight."""
+        weight = self.matrix()
+        weight.index_copy_(self.dim, self.selected, self.active.detach().to(weight.dtype))
+
+    @torch.no_grad()
+    def select(self, indices: Tensor) -> None:
+        """Make ``indices (r,)`` the selected rows and load their values from the weight."""
+        self.selected.copy_(indices)
+        self.active.copy_(self.matrix().index_select(self.dim, self.selected))
+
+    def begin_sketch(self, signs: Tensor | None) -> None:
+        """Gather ``G S`` from the next forward on; ``signs`` is ``S``, or ``None`` for the gradient itself."""
+        shape = self.matrix().shape
+        width = shape[1 - self.dim] if signs is None else signs.shape[1]
+        self.signs = signs
+        self.sketch = torch.zeros(shape[self.dim], width, device=self.weight.device, requires_grad=True)
+
+    def end_sketch(self) -> Tensor:
+        """Stop gathering; returns the norms of the sketched rows, zeros where no backward has run."""
+        size = self.matrix().shape[self.dim]
+        gathered = None if self.sketch is None else self.sketch.grad
+        self.sketch = self.signs = None
+        return torch.zeros(size) if gathered is None else torch.linalg.vector_norm(gathered, dim=1)
+
+    def extra_repr(self) -> str:
+        """The plain layer's, with rank and dim."""
+        return f"{super().extra_repr()}, rank={self.selected.numel()}, dim={self.dim}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}active"]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        arguments = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(*arguments)
+        if f"{prefix}active" in missing_keys:
+            missing_keys.remove(f"{prefix}active")
+        with torch.no_grad():
+            rows = self.matrix().index_select(self.dim, self.selected)
+            if not torch.equal(self.active.to(rows.dtype), rows):  # else the finer master copy stays
+                self.active.copy_(rows)
+
+
+class CompactLinear(CompactLayer, nn.Linear):
+    """A converted ``nn.Linear``."""
+
+    plain_class: type[nn.Module] = nn.Linear
+
+
+def compact_class(module: nn.Module) -> type[CompactLayer] | None:
+    """The converted counterpart of a module's class; ``None`` where there is none."""
+    if type(module) is nn.Linear:
+        return CompactLinear
+    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+        from grass.conv1d import CompactConv1D
+
+        return CompactConv1D
+    return None
