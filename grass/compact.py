@@ -87,7 +87,7 @@ def expand(model: nn.Module) -> list[str]:
             layer.write_back()
             for attribute in ("active", "selected", "dim", "sketch", "signs"):
                 delattr(layer, attribute)
-            layer.__class__ = layer.plain_class
+            object.__setattr__(layer, "__class__", layer.plain_class)
             layer.weight.data = layer.weight.data.contiguous()
             layer.weight.requires_grad_(True)
     return names
@@ -107,7 +107,7 @@ def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
         layer.select(select_rows(layer.end_sketch(), layer.selected.numel()).indices)
 
 
-def _convertible(name: str, layer: nn.Module) -> bool:
+def _convertible(name: str, layer: Any) -> bool:
     if isinstance(layer, CompactLayer):
         return True
     if compact_class(layer) is None:
@@ -120,12 +120,10 @@ def _convertible(name: str, layer: nn.Module) -> bool:
 
 
 def _checked_rank(name: str, layer: nn.Module, rank: int | float, dim: int) -> int:
-    cls = compact_class(layer) or type(layer)
+    cls: Any = type(layer) if isinstance(layer, CompactLayer) else compact_class(layer)
     size = cls.matrix(layer).shape[dim]
     if not (0 < rank <= 1 if isinstance(rank, float) else 1 <= rank <= size):
-        raise ValueError(
-            f"Invalid {rank=}: must be an integer from 1 to {size} ({name}, {dim=}) or a fraction in (0, 1]"
-        )
+        raise ValueError(f"Invalid {rank=}: must be a fraction in (0, 1] or an integer up to {size} ({name}, {dim=})")
     resolved = resolve_rank(rank, size)
     if isinstance(layer, CompactLayer) and (layer.selected.numel(), layer.dim) != (resolved, dim):
         raise ValueError(
@@ -157,8 +155,8 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for layer in LAYERS:
         if id(layer.active) not in held and id(layer.weight) in held:
             raise RuntimeError(
-                "This optimizer was built before grass.compact() converted the model and holds none of its active rows: "
-                "build the optimizer after the conversion"
+                "This optimizer was built before grass.compact() converted the model and holds none of its active "
+                "rows: build the optimizer after the conversion"
             )
         if id(layer.active) in held and not getattr(optimizer, "writes_back_active_rows", False):
             raise RuntimeError(

@@ -8,14 +8,15 @@ from transformers.pytorch_utils import Conv1D
 from grass.layers import CompactLayer
 
 
-class CompactConv1D(CompactLayer, Conv1D):  # type: ignore[misc]
+class CompactConv1D(CompactLayer, Conv1D):
     """A converted ``Conv1D``: a linear layer that stores its weight transposed, ``(n, m)``."""
 
     plain_class: type[nn.Module] = Conv1D
 
     def matrix(self) -> Tensor:
         """The weight as an ``(m, n)`` view, output features first, detached."""
-        return self.weight.detach().t()
+        matrix: Tensor = self.weight.detach().t()
+        return matrix
 
     def set_matrix(self, matrix: Tensor) -> None:
         """Make ``matrix (m, n)`` the weight's storage."""
