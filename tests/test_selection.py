@@ -1,65 +1,19 @@
-"""The selection rules: distributions, optimality, edge cases, purity."""
+"""The selection rules: distributions, optimality, registration, purity."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 
 import pytest
-import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import grass
 from grass.selection import Selection, available_rules, register_rule, sampled, select_rows
+from tests.distributions import NORMS, SAMPLERS, SIGNIFICANCE, draws, exact_outcomes, p_value, probabilities
 from tests.reference import dense_projection
-
-SAMPLERS = ["multinomial_norm", "multinomial_norm_sq", "uniform"]
-NORMS = [4.0, 1.0, 0.0, 2.5, 0.5]
-WEIGHTS = {"multinomial_norm": lambda x: x, "multinomial_norm_sq": lambda x: x * x, "uniform": lambda x: 1.0}
-# The seeds are fixed, so a p-value this small means a wrong distribution, and a right one never flakes.
-SIGNIFICANCE = 1e-4
-
-
-def probabilities(rule: str, norms: list[float]) -> list[float]:
-    weights = [WEIGHTS[rule](x) for x in norms]
-    return [w / sum(weights) for w in weights]
-
-
-def exact_outcomes(q: list[float], rank: int, replacement: bool) -> dict[tuple[int, ...], float]:
-    """Probability of every outcome, its rows ascending, by enumerating all orders in which rows can be drawn."""
-    outcomes: Counter[tuple[int, ...]] = Counter()
-    for order in itertools.product(range(len(q)), repeat=rank):
-        if not replacement and len(set(order)) < rank:
-            continue
-        probability, left = 1.0, 1.0
-        for row in order:
-            probability *= q[row] / left
-            left -= 0.0 if replacement else q[row]
-        outcomes[tuple(sorted(order))] += probability
-    return {rows: p for rows, p in outcomes.items() if p > 0}
-
-
-def draws(rule: str, norms: list[float], rank: int, replacement: bool, count: int) -> Counter[tuple[int, ...]]:
-    generator = torch.Generator().manual_seed(7)
-    tensor = torch.tensor(norms)
-    return Counter(
-        tuple(select_rows(tensor, rank, rule, generator, replacement=replacement).indices.tolist())
-        for _ in range(count)
-    )
-
-
-def p_value(observed: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    count = sum(observed.values())
-    frequent = [
-        rows for rows, p in expected.items() if p * count >= 5
-    ]  # chi-square's own condition; the rest is pooled
-    seen, wanted = [observed[rows] for rows in frequent], [expected[rows] * count for rows in frequent]
-    if len(frequent) < len(expected):
-        seen, wanted = [*seen, count - sum(seen)], [*wanted, count - sum(wanted)]
-    return float(scipy.stats.chisquare(seen, wanted).pvalue)
 
 
 @pytest.mark.parametrize("replacement", [False, True], ids=["without", "with"])
@@ -135,77 +89,6 @@ def test_top_r_is_optimal(rank: int) -> None:
     assert residual(tuple(selection.indices.tolist())) == pytest.approx(best, rel=1e-12, abs=1e-12)
 
 
-NAN, INF = math.nan, math.inf
-TOP_R_CASES = {
-    "ordinary": ([1, 3, 2, 5], 2, [1, 3]),
-    "tie goes to the lower index": ([1, 2, 2, 2], 2, [1, 2]),
-    "all tied": ([3, 3, 3, 3], 3, [0, 1, 2]),
-    "all zero takes the first": ([0, 0, 0, 0], 2, [0, 1]),
-    "fewer nonzero than rank": ([0, 0, 7, 0], 2, [0, 2]),
-    "nan is not preferred": ([NAN, 1, 2], 2, [1, 2]),
-    "inf is not preferred": ([1, INF, 2, -INF], 2, [0, 2]),
-    "nan ties with zero": ([0, NAN, 0, 1], 2, [0, 3]),
-    "every row": ([2, 1, 3], 3, [0, 1, 2]),
-    "one row": ([5], 1, [0]),
-}
-
-
-@pytest.mark.parametrize(("norms", "rank", "expected"), TOP_R_CASES.values(), ids=TOP_R_CASES.keys())
-def test_top_r_edge_cases(norms: list[float], rank: int, expected: list[int]) -> None:
-    selection = select_rows(torch.tensor(norms, dtype=torch.float32), rank)
-    assert selection.indices.tolist() == expected
-    assert selection.scale is None
-
-
-SAMPLING_CASES = {
-    "all zero": [0, 0, 0, 0, 0],
-    "one nonzero": [0, 0, 3, 0, 0],
-    "nan and inf count as zero": [NAN, 2, INF, 0, 1],
-    "all nan": [NAN] * 5,
-}
-
-
-@pytest.mark.parametrize("norms", SAMPLING_CASES.values(), ids=SAMPLING_CASES.keys())
-@pytest.mark.parametrize("replacement", [False, True], ids=["without", "with"])
-@pytest.mark.parametrize("rule", ["multinomial_norm", "multinomial_norm_sq"])
-def test_sampling_edge_cases(rule: str, replacement: bool, norms: list[float]) -> None:
-    """With the zeros of a degenerate gradient the outcome still has a defined distribution; here it is, exactly."""
-    rank = 3
-    clean = [x if math.isfinite(x) else 0.0 for x in norms]
-    nonzero = tuple(i for i, x in enumerate(clean) if x)
-    if not nonzero:
-        expected = exact_outcomes([0.2] * 5, rank, replacement)
-    elif replacement or len(nonzero) >= rank:
-        expected = exact_outcomes(probabilities(rule, clean), rank, replacement)
-    else:
-        zeros = [i for i, x in enumerate(clean) if not x]
-        fillings = list(itertools.combinations(zeros, rank - len(nonzero)))
-        expected = {tuple(sorted(nonzero + filling)): 1 / len(fillings) for filling in fillings}
-    observed = draws(rule, norms, rank, replacement, 2000)
-    assert set(observed) <= set(expected)
-    if len(expected) > 1:
-        assert p_value(observed, expected) > SIGNIFICANCE
-
-
-ERRORS = {
-    "matrix of norms": (dict(norms=torch.ones(2, 2), rank=1), r"\(2, 2\)"),
-    "rank zero": (dict(norms=torch.ones(3), rank=0), r"rank=0.*3"),
-    "rank too large": (dict(norms=torch.ones(3), rank=4), r"rank=4.*3"),
-    "rank too large with replacement": (
-        dict(norms=torch.ones(3), rank=4, rule="uniform", replacement=True),
-        r"rank=4.*3",
-    ),
-    "unknown rule": (dict(norms=torch.ones(3), rank=1, rule="best"), r"best.*top_r.*uniform"),
-    "top_r with replacement": (dict(norms=torch.ones(3), rank=1, replacement=True), "top_r.*replacement"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), ERRORS.values(), ids=ERRORS.keys())
-def test_errors(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        select_rows(**arguments)
-
-
 def test_registered_rules() -> None:
     register_rule(
         "test_last_rows", lambda norms, rank, *_: Selection(torch.arange(len(norms) - rank, len(norms)), None)
@@ -231,13 +114,18 @@ def test_a_rule_gets_clean_norms() -> None:
         return Selection(torch.arange(rank), None)
 
     register_rule("test_spy", rule)
-    select_rows(torch.tensor([1, NAN, INF, 2], dtype=torch.bfloat16), 2, "test_spy")
+    select_rows(torch.tensor([1, math.nan, math.inf, 2], dtype=torch.bfloat16), 2, "test_spy")
     assert received[0].dtype == torch.float64
     assert received[0].tolist() == [1, 0, 0, 2]
 
 
+NORM_VALUES = st.floats(0, 2.0**100, width=32) | st.sampled_from([0.0, math.nan, math.inf])
+
+
 @given(
-    norms=st.lists(st.floats(0, 2.0**100, width=32) | st.sampled_from([0.0, NAN, INF]), min_size=1, max_size=30),
+    norms=st.lists(
+        st.floats(0, 2.0**100, width=32) | st.sampled_from([0.0, math.nan, math.inf]), min_size=1, max_size=30
+    ),
     rank=st.integers(1, 30),
     seed=st.integers(0, 2**32),
     choice=st.sampled_from([("top_r", False), *itertools.product(SAMPLERS, [False, True])]),

@@ -1,0 +1,158 @@
+"""``param_groups``: which weights of which models are projected."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from grass import GrassAdamW, param_groups
+from tests.reference import train
+
+ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+FEED_FORWARD = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+
+
+def llama_names(parts: list[str], layers: tuple[int, ...] = (0, 1)) -> set[str]:
+    return {f"model.layers.{i}.{part}.weight" for i in layers for part in parts}
+
+
+def projected(groups: list[dict]) -> set[str]:
+    return {name for group in groups if group["rank"] is not None for name, _ in group["params"]}
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> nn.Module:
+    """``Conv1D`` layers, whose weight is (in, out), and a head tied to the embedding."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def check_complete(model: nn.Module, groups: list[dict]) -> None:
+    """Every trainable parameter is in exactly one group."""
+    given = [(name, id(p)) for group in groups for name, p in group["params"]]
+    assert len(given) == len(set(given))
+    assert set(given) == {(name, id(p)) for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_llama(tiny_llama: Callable[..., nn.Module], tied: bool) -> None:
+    model = tiny_llama(tie_word_embeddings=tied)
+    groups = param_groups(model, 4)
+    assert projected(groups) == llama_names(ATTENTION + FEED_FORWARD)
+    check_complete(model, groups)
+    assert [group["rank"] for group in groups] == [4, None]
+
+
+def test_gpt2(gpt2: nn.Module) -> None:
+    groups = param_groups(gpt2, 4)
+    parts = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    assert projected(groups) == {f"transformer.h.0.{part}.weight" for part in parts}
+    check_complete(gpt2, groups)
+
+
+def test_plain_mlp() -> None:
+    model = mlp()
+    groups = param_groups(model, 2)
+    assert projected(groups) == {"0.weight", "3.weight"}
+    check_complete(model, groups)
+
+
+LLAMA_TARGETS = {
+    "all-linear": ("all-linear", (), llama_names(ATTENTION + FEED_FORWARD)),
+    "regex": (r".*\.mlp\..*_proj", (), llama_names(FEED_FORWARD)),
+    "regex for one layer": (r"model\.layers\.1\..*", (), llama_names(ATTENTION + FEED_FORWARD, (1,))),
+    "regex matches whole names": ("q_proj|.*v_proj", (), llama_names(["self_attn.v_proj"])),
+    "list of suffixes": (["q_proj", "mlp.down_proj"], (), llama_names(["self_attn.q_proj", "mlp.down_proj"])),
+    "exclude by suffix": (None, ["o_proj", "down_proj"], llama_names(ATTENTION[:3] + FEED_FORWARD[:2])),
+    "exclude by regex": (None, r".*layers\.0\..*", llama_names(ATTENTION + FEED_FORWARD, (1,))),
+    "both": (["q_proj", "v_proj"], r".*\.0\..*", llama_names(["self_attn.q_proj", "self_attn.v_proj"], (1,))),
+}
+
+
+@pytest.mark.parametrize(("targets", "exclude", "expected"), LLAMA_TARGETS.values(), ids=LLAMA_TARGETS.keys())
+def test_targets(tiny_llama, targets, exclude, expected: set[str]) -> None:
+    model = tiny_llama()
+    groups = param_groups(model, 4, targets=targets, exclude=exclude)
+    assert projected(groups) == expected
+    check_complete(model, groups)
+
+
+def test_a_suffix_is_whole_components() -> None:
+    """``proj`` does not match ``q_proj``."""
+    model = nn.ModuleDict({"proj": nn.Linear(4, 4), "q_proj": nn.Linear(4, 4)})
+    assert projected(param_groups(model, 1, targets=["proj"])) == {"proj.weight"}
+
+
+NOTHING = {
+    "no such name": dict(targets=["query"]),
+    "no such regex": dict(targets="layers.*"),
+    "empty list": dict(targets=[]),
+    "all excluded": dict(exclude=".*"),
+}
+
+
+@pytest.mark.parametrize("arguments", NOTHING.values(), ids=NOTHING.keys())
+def test_nothing_matches(arguments: dict) -> None:
+    with pytest.raises(ValueError, match=r"(?i)match"):
+        param_groups(mlp(), 2, **arguments)
+
+
+def test_model_without_linear_layers() -> None:
+    with pytest.raises(ValueError, match=r"(?i)match"):
+        param_groups(nn.Embedding(4, 4), 2)
+
+
+def test_says_what_it_matched(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="grass"):
+        param_groups(mlp(), 2)
+    assert "0.weight" in caplog.text
+    assert "3.weight" in caplog.text
+    assert {record.name for record in caplog.records} == {"grass"}
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    groups = param_groups(model, 2)
+    assert projected(groups) == {"3.weight"}
+    check_complete(model, groups)
+
+
+def test_overrides_reach_the_projected_group_only() -> None:
+    first, rest = param_groups(mlp(), 0.5, update_interval=7, dim=1, state_policy="keep")
+    assert (first["rank"], first["update_interval"], first["dim"], first["state_policy"]) == (0.5, 7, 1, "keep")
+    assert set(rest) == {"params", "rank"}
+
+
+def test_model_is_unchanged() -> None:
+    model = mlp()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    param_groups(model, 2)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dim", [0, 1, "auto"])
+def test_groups_train(tiny_llama, token_batches, dim: int | str) -> None:
+    """The documented two lines, end to end: the loss falls and only projected weights have row indices."""
+    model = tiny_llama()
+    optimizer = GrassAdamW(param_groups(model, 0.5, dim=dim, update_interval=10, state_policy="keep"), lr=5e-3)
+    losses = train(model, optimizer, token_batches[:30])
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    rows = {n for n, p in model.named_parameters() if "indices" in optimizer.state[p]}
+    assert rows == llama_names(ATTENTION + FEED_FORWARD)
+
+
+def test_gpt2_trains(gpt2: nn.Module, token_batches: list[torch.Tensor]) -> None:
+    losses = train(gpt2, GrassAdamW(param_groups(gpt2, 8), lr=5e-3), token_batches[:20])
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
