@@ -1,6 +1,7 @@
 """Grass for PyTorch: an AdamW that keeps and updates only selected rows of each weight's gradient."""
 
 from grass import memory
+from grass.attach import Attachment, attach
 from grass.compact import calibrate, compact, expand
 from grass.functional import compact_adamw
 from grass.groups import matched_modules, param_groups
@@ -11,9 +12,11 @@ from grass.selection import Selection, available_rules, register_rule, sampled, 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attachment",
     "GrassAdamW",
     "Projector",
     "Selection",
+    "attach",
     "available_rules",
     "calibrate",
     "compact",

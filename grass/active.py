@@ -19,10 +19,11 @@ def layers_by_parameter() -> dict[int, CompactLayer]:
     return {id(layer.active): layer for layer in LAYERS}
 
 
-def adopt(state: State, layer: CompactLayer, carry: Carry) -> None:
-    """Begin the state of a layer with the rows that its conversion selected."""
+def adopt(state: State, layer: CompactLayer, carry: Carry) -> State:
+    """Begin the state of a layer with the rows that its conversion selected; returns it."""
     state.update(step=0, refresh_step=0, refreshes=1, indices=layer.selected.clone(), dim=layer.dim)
     carry(None, layer.projector())
+    return state
 
 
 def finish_step(layer: CompactLayer, state: State, carry: Carry, group: dict[str, Any], index: int) -> None:

@@ -19,12 +19,17 @@ def validate_group(group: dict[str, Any]) -> None:
         TypeError: a tensor is complex.
         ValueError: a value is out of range; the message names value and range.
     """
-    for name, (holds, allowed) in _RANGES.items():
-        if not holds(group[name]):
-            raise ValueError(f"Invalid {name}={group[name]!r}: must be {allowed}")
-    check_rule(group["selection"], group["replacement"])
+    validate(group)
     for tensor in _tensors(group["params"]):
         _check_tensor(tensor, group)
+
+
+def validate(values: dict[str, Any]) -> None:
+    """Check those of a group's values that are there, apart from its tensors."""
+    for name, (holds, allowed) in _RANGES.items():
+        if name in values and not holds(values[name]):
+            raise ValueError(f"Invalid {name}={values[name]!r}: must be {allowed}")
+    check_rule(values["selection"], values["replacement"])
 
 
 def resolve_dim(dim: int | str, weight: Tensor) -> int:

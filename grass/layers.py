@@ -132,6 +132,14 @@ class CompactLayer(nn.Module):
         self.selected.copy_(indices)
         self.active.copy_(self.matrix().index_select(self.dim, self.selected))
 
+    @torch.no_grad()
+    def restore(self, indices: Tensor, active: Tensor | None = None) -> None:
+        """Return to a saved selection, with the saved values where the weight's precision cannot hold them."""
+        self.end_sketch()
+        self.select(indices)
+        if active is not None:
+            self.active.copy_(active)
+
     def begin_sketch(self, signs: Tensor | None) -> None:
         """Gather ``G S`` from the next forward on; ``signs`` is ``S``, or ``None`` for the gradient itself."""
         shape = self.matrix().shape

@@ -58,10 +58,7 @@ def keep(state: State, old: Projector | None, new: Projector, weight: Tensor, ba
         steps = torch.zeros(new.indices.shape, device=weight.device)
         _set_moments(state, _zeros(new, weight), _zeros(new, weight), steps)
         return
-    slot = new.indices.new_full((weight.shape[new.dim],), -1)
-    slot[old.indices] = torch.arange(old.indices.numel(), device=slot.device)
-    source = slot[new.indices]
-    kept, source = source >= 0, source.clamp(min=0)
+    kept, source = source_rows(old, new, weight.shape[new.dim])
     ratio = kept.to(moment_dtype(weight))
     if old.scale is not None or new.scale is not None:
         ratio = ratio * _scale(new, weight) / _scale(old, weight)[source]
@@ -84,6 +81,14 @@ def bank(state: State, old: Projector | None, new: Projector, weight: Tensor, ba
     if old is not None:
         _deposit(state, old, weight)
     _withdraw(state, new, weight)
+
+
+def source_rows(old: Projector, new: Projector, size: int) -> tuple[Tensor, Tensor]:
+    """For each new row of ``size``, whether the old selection had it, and where (0 if it had not)."""
+    slot = new.indices.new_full((size,), -1)
+    slot[old.indices] = torch.arange(old.indices.numel(), device=slot.device)
+    source = slot[new.indices]
+    return source >= 0, source.clamp(min=0)
 
 
 POLICIES: dict[str, Policy] = {"reset": reset, "keep": keep, "bank": bank}

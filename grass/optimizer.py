@@ -195,7 +195,8 @@ class GrassAdamW(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if id(p) in layers and self.state[p]:
-                    _restore_selection(layers[id(p)], self.state[p], group)
+                    layers[id(p)].restore(self.state[p]["indices"], self.state[p].pop("active", None))
+                    arm(layers[id(p)], self.state[p], group)
 
     def _check_gradients(self) -> None:
         for group in self.param_groups:
@@ -218,15 +219,6 @@ def _take_projected(state_dict: dict[str, Any], taken: dict[int, State]) -> dict
 
 NEW: State = {"step": 0, "refresh_step": 0, "refreshes": 1}
 """The counters of active rows that have not been stepped."""
-
-
-def _restore_selection(layer: CompactLayer, state: State, group: dict[str, Any]) -> None:
-    layer.end_sketch()
-    layer.select(state["indices"])
-    if "active" in state:
-        with torch.no_grad():
-            layer.active.copy_(state.pop("active"))
-    arm(layer, state, group)
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -1,0 +1,137 @@
+"""Compact mode under any ``torch.optim`` optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from grass.active import adopt, arm, finish_step
+from grass.hyperparameters import validate
+from grass.layers import CompactLayer
+from grass.moments import State, source_rows
+from grass.projector import Projector
+from grass.refresh import Carry
+
+
+def attach(
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    update_interval: int = 200,
+    selection: str = "top_r",
+    state_policy: str = "reset",
+    seed: int = 0,
+    refresh: str = "sketch",
+    sketch_size: int = 32,
+) -> Attachment:
+    """Let any optimizer train the active rows of a converted model, its ``step()`` unchanged.
+
+    After each step the rows are written back and, every ``update_interval`` steps, chosen anew, by a step post-hook::
+
+        grass.compact(model, rank=128)
+        optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad and p.ndim == 2])
+        attachment = grass.attach(optimizer, model)
+
+    Per-row state of the optimizer (every state tensor of the shape of the active rows) is zeroed at a refresh
+    (``state_policy="reset"``), or kept for rows chosen again (``"keep"``). The optimizer's own step counts go on.
+
+    Args:
+        optimizer: holds the active rows of ``model``, all or some.
+        model: converted by :func:`grass.compact`.
+        update_interval: steps from one selection to the next.
+        selection: one of :func:`grass.available_rules`, without replacement.
+        state_policy: ``"reset"`` or ``"keep"``.
+        seed: of the sampling rules.
+        refresh: ``"sketch"`` or ``"exact"``.
+        sketch_size: columns of the sketch.
+
+    Returns:
+        The attachment, whose ``state_dict`` belongs into the checkpoint beside the optimizer's. Load it after the
+        model's and the optimizer's.
+
+    Raises:
+        ValueError: a value is out of range, or the optimizer holds no active rows of the model.
+    """
+    group = {
+        "update_interval": update_interval,
+        "selection": selection,
+        "replacement": False,
+        "state_policy": state_policy,
+        "seed": seed,
+        "refresh": refresh,
+        "sketch_size": sketch_size,
+    }
+    validate(group)
+    if state_policy not in ("reset", "keep"):
+        raise ValueError(f"Invalid {state_policy=}: must be 'reset' or 'keep' under another optimizer than GrassAdamW")
+    return Attachment(optimizer, model, group)
+
+
+class Attachment:
+    """Made by :func:`attach`. Holds the layers it serves and, per layer, the age of its selection."""
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, group: dict[str, Any]) -> None:
+        held = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        self.optimizer, self.group = optimizer, group
+        self.layers = {
+            name: layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, CompactLayer) and id(layer.active) in held
+        }
+        if not self.layers:
+            raise ValueError(
+                f"{type(optimizer).__name__} holds no active rows of the model; call grass.compact() first"
+            )
+        self.states: dict[str, State] = {}
+        for name, layer in self.layers.items():
+            self.states[name] = adopt({}, layer, lambda old, new: None)
+            arm(layer, self.states[name], group)
+        optimizer.writes_back_active_rows = True  # type: ignore[attr-defined]
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    def detach(self) -> None:
+        """Stop serving the optimizer."""
+        self._hook.remove()
+        del self.optimizer.writes_back_active_rows  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, State]:
+        """Selections and their ages: tensors and plain numbers, by layer name."""
+        return {
+            name: {**state, "active": self.layers[name].active.detach().clone()} for name, state in self.states.items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, State]) -> None:
+        """Continue from :meth:`state_dict`."""
+        if state_dict.keys() != self.layers.keys():
+            raise ValueError(f"State for the layers {sorted(state_dict)}, but attached to {sorted(self.layers)}")
+        for name, layer in self.layers.items():
+            state = dict(state_dict[name])
+            layer.restore(state["indices"], state.pop("active"))
+            self.states[name] = state
+            arm(layer, state, self.group)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for index, (name, layer) in enumerate(self.layers.items()):
+            state = self.states[name]
+            state["step"] += 1
+            finish_step(layer, state, self._carry(optimizer.state.get(layer.active, {}), layer), self.group, index)
+
+    def _carry(self, rows_state: State, layer: CompactLayer) -> Carry:
+        """The state policy on whatever the optimizer keeps in the shape of the active rows."""
+
+        def carry(old: Projector | None, new: Projector) -> None:
+            shape = layer.active.shape
+            for key, value in rows_state.items():
+                if not isinstance(value, Tensor) or value.shape != shape:
+                    continue
+                if self.group["state_policy"] == "reset" or old is None:
+                    value.zero_()
+                else:
+                    kept, source = source_rows(old, new, layer.matrix().shape[new.dim])
+                    rows_state[key] = value.index_select(new.dim, source) * new.along(kept).to(value.dtype)
+
+        return carry
