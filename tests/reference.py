@@ -165,7 +165,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Seq
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
     """``||actual - expected|| / ||expected||`` in float64."""
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
 
 
 def assert_same_state(actual: dict, expected: dict) -> None:

@@ -61,6 +61,17 @@ def test_gpt2(gpt2: nn.Module) -> None:
     check_complete(gpt2, groups)
 
 
+@pytest.mark.parametrize("order", [("table", "middle", "readout"), ("readout", "middle", "table")], ids=str)
+def test_shared_weights_stay_at_full_rank(order: tuple[str, ...]) -> None:
+    """Whatever the module that shares one is called, and whichever of the two gives the parameter its name."""
+    modules = {"table": nn.Embedding(10, 6), "middle": nn.Linear(6, 6), "readout": nn.Linear(6, 10)}
+    modules["readout"].weight = modules["table"].weight
+    model = nn.ModuleDict({name: modules[name] for name in order})
+    groups = param_groups(model, 2)
+    assert projected(groups) == {"middle.weight"}
+    check_complete(model, groups)
+
+
 def test_plain_mlp() -> None:
     model = mlp()
     groups = param_groups(model, 2)

@@ -225,11 +225,12 @@ def test_grad_scaler() -> None:
 
 
 def test_parameters_without_gradient_wait() -> None:
-    """Each keeps its own count, so the refresh of one that was skipped falls due later."""
-    ours = parameters()
+    """Each keeps its own count, so the refresh of one that was skipped falls due later; the others do not notice."""
+    ours, control = parameters(), parameters()
     frozen = ours[0].detach().clone()
     optimizer = GrassAdamW(ours, **OPTIONS)
-    for step in gradients_for(ours, 4):
+    gradients = gradients_for(ours, 4)
+    for step in gradients:
         for parameter, gradient in zip(ours, step, strict=True):
             parameter.grad = None if parameter is ours[0] else gradient.float()
         optimizer.step()
@@ -237,3 +238,5 @@ def test_parameters_without_gradient_wait() -> None:
     assert not optimizer.state.get(ours[0])
     assert optimizer.state[ours[1]]["step"] == 4
     assert optimizer.state[ours[1]]["refreshes"] == 2
+    run(GrassAdamW(control, **OPTIONS), control, gradients)
+    assert equal(ours[1:], control[1:])

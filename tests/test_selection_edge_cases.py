@@ -33,6 +33,12 @@ def test_top_r_edge_cases(norms: list[float], rank: int, expected: list[int]) ->
     assert selection.scale is None
 
 
+def test_many_ties_go_to_the_lower_indices() -> None:
+    """Enough rows for a sort that is not stable to show it."""
+    norms = (torch.arange(5000) % 3).float()
+    assert select_rows(norms, 1000).indices.tolist() == list(range(2, 3000, 3))
+
+
 SAMPLING_CASES = {
     "all zero": [0, 0, 0, 0, 0],
     "one nonzero": [0, 0, 3, 0, 0],
