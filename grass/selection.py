@@ -50,7 +50,10 @@ class Selection:
 
 
 Rule = Callable[[Tensor, int, torch.Generator | None, bool], Selection]
-"""``rule(norms, rank, generator, replacement)``; ``norms`` is float64 ``(m,)`` on the CPU, finite and non-negative."""
+"""``rule(norms, rank, generator, replacement)``; ``norms`` is float64 ``(m,)`` on the CPU, finite and non-negative.
+
+Only with ``replacement`` may a row occur twice in what it returns.
+"""
 
 _RULES: dict[str, Rule] = {}
 
@@ -102,7 +105,7 @@ def select_rows(
     check_rule(rule, replacement)
     clean = norms.detach().to("cpu", torch.float64).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     selection = _RULES[rule](clean, rank, generator, replacement)
-    if selection.scale is None and bool((selection.indices.sort().values.diff() == 0).any()):
+    if replacement and selection.scale is None:
         return Selection(selection.indices, torch.ones(rank))  # a scale says that rows may repeat
     return selection
 
