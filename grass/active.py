@@ -34,6 +34,8 @@ def finish_step(layer: CompactLayer, state: State, carry: Carry, group: dict[str
     layer.write_back()
     if refresh_due(state, group):
         refresh(state, carry, layer.end_sketch(), layer.dim, layer.selected.numel(), group, index)
+        if "row_scale" in state:
+            raise ValueError(f"selection={group['selection']!r} scales or repeats rows: not for compact mode")
         layer.select(state["indices"])
     arm(layer, state, group)
 

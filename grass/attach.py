@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grass.active import adopt, arm, finish_step
+from grass.active import adopt, arm, finish_step, layers_by_parameter
 from grass.hyperparameters import validate
 from grass.layers import CompactLayer
 from grass.moments import State, source_rows
@@ -53,7 +53,8 @@ def attach(
         model's and the optimizer's.
 
     Raises:
-        ValueError: a value is out of range, or the optimizer holds no active rows of the model.
+        ValueError: a value is out of range, or the optimizer holds no active rows of the model, holds some of another
+            model too, or writes them back already.
     """
     group = {
         "update_interval": update_interval,
@@ -75,6 +76,8 @@ class Attachment:
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, group: dict[str, Any]) -> None:
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        if getattr(optimizer, "writes_back_active_rows", False):
+            raise ValueError(f"{type(optimizer).__name__} writes active rows back already")
         self.optimizer, self.group = optimizer, group
         self.layers = {
             name: layer
@@ -85,6 +88,8 @@ class Attachment:
             raise ValueError(
                 f"{type(optimizer).__name__} holds no active rows of the model; call grass.compact() first"
             )
+        if held & layers_by_parameter().keys() != {id(layer.active) for layer in self.layers.values()}:
+            raise ValueError(f"{type(optimizer).__name__} holds active rows of layers outside of the model too")
         self.states: dict[str, State] = {}
         for name, layer in self.layers.items():
             self.states[name] = adopt({}, layer, lambda old, new: None)

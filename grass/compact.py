@@ -63,6 +63,8 @@ def compact(
     """
     if dim not in (0, 1):
         raise ValueError(f"Invalid {dim=}: must be 0 (rows) or 1 (columns)")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"Invalid {dtype=}: must be a floating-point type, or None for the weight's own")
     layers = {name: model.get_submodule(name) for name in matched_modules(model, targets, exclude)}
     ranks = {name: _checked_rank(name, layer, rank, dim) for name, layer in layers.items() if _convertible(name, layer)}
     if not ranks:
@@ -94,17 +96,24 @@ def expand(model: nn.Module) -> list[str]:
 
 
 def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
-    """Select the rows with the largest gradient of ``loss(model)``; parameter gradients are left as they were."""
+    """Select the rows with the largest gradient of ``loss(model)``; parameter gradients are left as they were.
+
+    A layer that the loss does not depend on keeps its rows. Call it before the optimizer's first step.
+    """
     layers = [layer for layer in model.modules() if isinstance(layer, CompactLayer)]
     for layer in layers:
         layer.begin_sketch(None)
-    with torch.enable_grad():
-        value = loss(model)
     sketches = [layer.sketch for layer in layers if layer.sketch is not None]
-    for sketch, grad in zip(sketches, torch.autograd.grad(value, sketches, allow_unused=True), strict=True):
-        sketch.grad = grad
-    for layer in layers:
-        layer.select(select_rows(layer.end_sketch(), layer.selected.numel()).indices)
+    try:
+        with torch.enable_grad():
+            grads = torch.autograd.grad(loss(model), sketches, allow_unused=True)
+        for sketch, grad in zip(sketches, grads, strict=True):
+            sketch.grad = grad
+    finally:
+        norms = [layer.end_sketch() for layer in layers]
+    for layer, layer_norms in zip(layers, norms, strict=True):
+        if layer_norms.any():
+            layer.select(select_rows(layer_norms, layer.selected.numel()).indices)
 
 
 def _convertible(name: str, layer: Any) -> bool:

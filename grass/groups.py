@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from inspect import signature
 from typing import Any
 
 from torch import nn
+
+from grass.optimizer import GrassAdamW
 
 logger = logging.getLogger("grass")
 
@@ -38,8 +41,12 @@ def param_groups(
         overrides: any other group key, for the projected group (``update_interval=50``, ``dim=1``, ...).
 
     Raises:
+        TypeError: an override is no argument of :class:`grass.GrassAdamW`.
         ValueError: nothing matches.
     """
+    unknown = overrides.keys() - signature(GrassAdamW).parameters.keys()
+    if unknown:
+        raise TypeError(f"GrassAdamW has no argument {', '.join(sorted(unknown))}")
     projected = {f"{name}.weight" for name in matched_modules(model, targets, exclude)}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     rest = {"params": [item for item in named if item[0] not in projected], "rank": None}
@@ -82,13 +89,13 @@ def matched_modules(model: nn.Module, targets: Targets = None, exclude: Targets 
 
 def is_linear(module: nn.Module) -> bool:
     """Whether the module multiplies by a 2-D weight: ``nn.Linear`` or Hugging Face's ``Conv1D``."""
-    is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+    is_conv1d = any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
     return isinstance(module, nn.Linear) or is_conv1d
 
 
 def _matches(name: str, patterns: Targets) -> bool:
-    if patterns is None:
-        return False
+    if patterns is None or patterns == "all-linear":
+        return patterns is not None
     if isinstance(patterns, str):
         return re.fullmatch(patterns, name) is not None
     return any(name == p or name.endswith(f".{p}") or re.fullmatch(p, name) is not None for p in patterns)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from grass.moments import source_rows
 from grass.projector import Projector
 
 LAYERS: weakref.WeakSet[CompactLayer] = weakref.WeakSet()
@@ -111,7 +112,10 @@ class CompactLayer(nn.Module):
         self.weight.data = matrix
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x (..., n) -> (..., m)``."""
+        """``x (..., n) -> (..., m)``; without gradients it is the plain layer's own forward."""
+        if not torch.is_grad_enabled():
+            plain: Tensor = super().forward(x)
+            return plain
         weight, bias = self.matrix(), self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -128,16 +132,27 @@ class CompactLayer(nn.Module):
 
     @torch.no_grad()
     def select(self, indices: Tensor) -> None:
-        """Make ``indices (r,)`` the selected rows and load their values from the weight."""
+        """Make ``indices (r,)`` the selected rows: those selected already keep their values."""
+        indices = indices.to(self.selected.device)
+        new = Projector(indices, None, self.dim)
+        kept, source = source_rows(self.projector(), new, self.matrix().shape[self.dim])
+        rows = new.gather(self.matrix()).to(self.active.dtype)
+        self.active.copy_(torch.where(new.along(kept), self.active.index_select(self.dim, source), rows))
         self.selected.copy_(indices)
-        self.active.copy_(self.matrix().index_select(self.dim, self.selected))
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Take the active rows from the weight."""
+        self.active.copy_(self.projector().gather(self.matrix()))
 
     @torch.no_grad()
     def restore(self, indices: Tensor, active: Tensor | None = None) -> None:
         """Return to a saved selection, with the saved values where the weight's precision cannot hold them."""
         self.end_sketch()
-        self.select(indices)
-        if active is not None:
+        self.selected.copy_(indices)
+        if active is None:
+            self.reload()
+        else:
             self.active.copy_(active)
 
     def begin_sketch(self, signs: Tensor | None) -> None:
@@ -148,11 +163,17 @@ class CompactLayer(nn.Module):
         self.sketch = torch.zeros(shape[self.dim], width, device=self.weight.device, requires_grad=True)
 
     def end_sketch(self) -> Tensor:
-        """Stop gathering; returns the norms of the sketched rows, zeros where no backward has run."""
-        size = self.matrix().shape[self.dim]
+        """Stop gathering; returns the norms of the sketched rows.
+
+        They are all zero where no backward has run, and where one overflowed: the rows that did would be the largest,
+        yet count as the smallest.
+        """
         gathered = None if self.sketch is None else self.sketch.grad
         self.sketch = self.signs = None
-        return torch.zeros(size) if gathered is None else torch.linalg.vector_norm(gathered, dim=1)
+        if gathered is None or not gathered.isfinite().all():
+            return torch.zeros(self.matrix().shape[self.dim])
+        norms: Tensor = torch.linalg.vector_norm(gathered, dim=1)
+        return norms
 
     def extra_repr(self) -> str:
         """The plain layer's, with rank and dim."""
@@ -176,10 +197,9 @@ class CompactLayer(nn.Module):
         super()._load_from_state_dict(*arguments)
         if f"{prefix}active" in missing_keys:
             missing_keys.remove(f"{prefix}active")
-        with torch.no_grad():
-            rows = self.matrix().index_select(self.dim, self.selected)
-            if not torch.equal(self.active.to(rows.dtype), rows):  # else the finer master copy stays
-                self.active.copy_(rows)
+        rows = self.projector().gather(self.matrix())
+        if not torch.equal(self.active.to(rows.dtype), rows):  # else the finer master copy stays
+            self.reload()
 
 
 class CompactLinear(CompactLayer, nn.Linear):

@@ -111,16 +111,19 @@ class GrassAdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, after checking its values against its tensors."""
         group = dict(param_group)
-        if not isinstance(group["params"], Tensor):
+        if not isinstance(group["params"], (Tensor, set)):  # torch refuses sets, which have no order
             group["params"] = list(group["params"])
         if "bank_dtype" in group:
             group["bank_dtype"] = str(group["bank_dtype"]).removeprefix("torch.")
         validate_group({**self.defaults, **group})
         super().add_param_group(group)
         layers, added = layers_by_parameter(), self.param_groups[-1]
-        for p in added["params"]:
-            if id(p) in layers:
-                arm(layers[id(p)], NEW, added)
+        active = [layers[id(p)] for p in added["params"] if id(p) in layers]
+        if active and added["replacement"]:
+            self.param_groups.pop()
+            raise ValueError("Compact mode takes replacement=False: active rows are neither scaled nor repeated")
+        for layer in active:
+            arm(layer, NEW, added)
 
     @overload
     def step(self, closure: None = None) -> None: ...
