@@ -52,7 +52,7 @@ class StepCoefficients:
         steps = row_steps if isinstance(row_steps, Tensor) else torch.tensor(float(row_steps), dtype=torch.float64)
         step_size = lr * scale / _bias_correction(steps, betas[0])
         denominator = _bias_correction(steps, betas[1]).sqrt()
-        return cls(step_size, denominator, torch.as_tensor(1 - lr * weight_decay))
+        return cls(step_size, denominator, torch.as_tensor(1 - lr * weight_decay, dtype=torch.float64))
 
     def along(self, dim: int) -> StepCoefficients:
         """The same with vectors over the rows shaped to broadcast over compact matrices of this ``dim``."""

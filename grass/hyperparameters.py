@@ -49,19 +49,9 @@ def is_projected(tensor: Tensor, group: dict[str, Any]) -> bool:
     return group["rank"] is not None and tensor.ndim >= 2
 
 
-def as_matrix(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """A weight as an ``(m, n)`` view that shares its memory, whatever the order of its trailing dimensions in memory.
-
-    Args:
-        tensor: a weight, or its gradient.
-        like: for a gradient, the weight whose view decides the order of the columns.
-    """
-    if tensor.ndim == 2:
-        return tensor
-    layout = tensor if like is None else like
-    trailing = sorted(range(1, layout.ndim), key=layout.stride, reverse=True)
-    ordered = tensor.permute(0, *trailing)
-    return ordered.view(len(ordered), -1) if like is None else ordered.reshape(len(ordered), -1)
+def as_matrix(tensor: Tensor) -> Tensor:
+    """A weight or its gradient as ``(shape[0], -1)``: a view but for some layouts of more than two dimensions."""
+    return tensor.reshape(tensor.shape[0], -1)
 
 
 def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:

@@ -59,14 +59,14 @@ def keep(state: State, old: Projector | None, new: Projector, weight: Tensor, ba
         _set_moments(state, _zeros(new, weight), _zeros(new, weight), steps)
         return
     kept, source = source_rows(old, new, weight.shape[new.dim])
-    ratio = kept.to(moment_dtype(weight))
+    ratio = torch.ones(kept.shape, dtype=moment_dtype(weight), device=kept.device)
     if old.scale is not None or new.scale is not None:
         ratio = ratio * _scale(new, weight) / _scale(old, weight)[source]
-    ratio = new.along(ratio)
+    had, ratio = new.along(kept), new.along(ratio)
     _set_moments(
         state,
-        state["exp_avg"].index_select(new.dim, source) * ratio,
-        state["exp_avg_sq"].index_select(new.dim, source) * ratio.square(),
+        torch.where(had, state["exp_avg"].index_select(new.dim, source) * ratio, 0.0),
+        torch.where(had, state["exp_avg_sq"].index_select(new.dim, source) * ratio.square(), 0.0),
         torch.where(kept, _row_steps(state, old)[source], 0.0),
     )
 

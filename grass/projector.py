@@ -48,8 +48,8 @@ class Projector:
         return out.copy_(matrix.index_select(self.dim, self.indices))
 
     def rescale(self, compact: Tensor) -> Tensor:
-        """``rho C`` for a compact matrix ``C``; returns ``C`` itself where every scale is 1."""
-        return compact if self.scale is None else compact * self.along(self.scale).to(compact.dtype)
+        """``rho C`` for a compact matrix ``C``, in the wider precision; ``C`` itself where every scale is 1."""
+        return compact if self.scale is None else compact * self.along(self.scale)
 
     def project(self, matrix: Tensor) -> Tensor:
         """``P^T M``: gathered and scaled, ``(m, n) -> (r, n)`` or ``(m, r)``."""

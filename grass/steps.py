@@ -64,7 +64,7 @@ class GroupStep:
 
     def projected(self, p: Tensor, grad: Tensor, state: State, index: int) -> None:
         """Choose new rows of a weight if that is due, then update the chosen rows from its full gradient."""
-        group, weight, grad = self.group, as_matrix(p.detach()), as_matrix(grad, like=p)
+        group, weight, grad = self.group, as_matrix(p.detach()), as_matrix(grad)
         if refresh_due(state, group):
             dim = resolve_dim(group["dim"], weight)
             rank = resolve_rank(group["rank"], weight.shape[dim])
@@ -80,6 +80,8 @@ class GroupStep:
             compiled_project_and_step()(*arguments, **self._adam)
         else:
             project_and_step_(*arguments, self.scratch.like(state["exp_avg"]), **self._adam)
+        if weight.data_ptr() != p.data_ptr():  # a copy: channels_last
+            p.copy_(weight.view(p.shape))
 
     def active(self, p: Tensor, grad: Tensor, layer: CompactLayer, state: State, index: int) -> None:
         """Update the active rows of a converted layer, write them back, choose new ones if that is due."""

@@ -110,6 +110,7 @@ NOTHING = {
     "no such regex": dict(targets="layers.*"),
     "empty list": dict(targets=[]),
     "all excluded": dict(exclude=".*"),
+    "all excluded by name": dict(exclude="all-linear"),
 }
 
 
@@ -167,3 +168,8 @@ def test_groups_train(tiny_llama, token_batches, dim: int | str) -> None:
 def test_gpt2_trains(gpt2: nn.Module, token_batches: list[torch.Tensor]) -> None:
     losses = train(gpt2, GrassAdamW(param_groups(gpt2, 8), lr=5e-3), token_batches[:20])
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_misspelt_override_is_refused() -> None:
+    with pytest.raises(TypeError, match="update_intervall"):
+        grass.param_groups(nn.Linear(4, 4), 2, update_intervall=7)

@@ -211,7 +211,6 @@ def test_a_fake_step_counts_nothing(policy: str, lr: float | Tensor) -> None:
     assert all(torch.equal(ours[i], theirs[i]) for i in projected)
 
 
-@pytest.mark.xfail(strict=True, reason="columns are numbered in memory order, so states depend on the memory format")
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_from_channels_last_to_contiguous(dim: int) -> None:
     options = {**OPTIONS, "rank": 3, "dim": dim, "update_interval": 100}

@@ -41,7 +41,8 @@ class TestAgainstDenseMatrices:
         full = matrix(dim, dtype)
         expected = p.T @ full.double() if dim == 0 else full.double() @ p
         actual = Projector(rows, rho, dim).project(full)
-        torch.testing.assert_close(actual, expected.to(dtype), rtol=rtol, atol=atol)
+        assert actual.dtype == (torch.promote_types(dtype, torch.float32) if scaled else dtype)
+        torch.testing.assert_close(actual.to(dtype), expected.to(dtype), rtol=rtol, atol=atol)
 
     def test_lift(self, indices, scaled, dim, dtype, rtol, atol) -> None:
         rows, rho, p = example(indices, scaled)
