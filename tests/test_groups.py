@@ -172,4 +172,4 @@ def test_gpt2_trains(gpt2: nn.Module, token_batches: list[torch.Tensor]) -> None
 
 def test_misspelt_override_is_refused() -> None:
     with pytest.raises(TypeError, match="update_intervall"):
-        grass.param_groups(nn.Linear(4, 4), 2, update_intervall=7)
+        param_groups(nn.Linear(4, 4), 2, update_intervall=7)
