@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from grass.groups import Targets, matched_modules
 from grass.hyperparameters import resolve_rank
 from grass.layers import LAYERS, CompactLayer, compact_class
+from grass.projector import Projector
 from grass.selection import select_rows, selection_generator
 
 logger = logging.getLogger("grass")
@@ -122,6 +123,9 @@ def _convertible(name: str, layer: Any) -> bool:
     if compact_class(layer) is None:
         logger.warning("Grass passes over %s: %s is no plain linear layer", name, type(layer).__name__)
         return False
+    if not isinstance(layer.weight, nn.Parameter):
+        logger.warning("Grass passes over %s: its weight is no parameter but computed from others", name)
+        return False
     if not layer.weight.requires_grad:
         logger.warning("Grass passes over %s: its weight is frozen", name)
         return False
@@ -149,7 +153,7 @@ def _convert(layer: Any, rank: int, dim: int, dtype: torch.dtype | None, generat
     layer.set_matrix(layer.matrix().transpose(0, dim).contiguous().transpose(0, dim))
     norms = torch.ones(layer.matrix().shape[dim])
     indices = select_rows(norms, rank, "uniform", generator).indices.to(weight.device)
-    rows = layer.matrix().index_select(dim, indices)
+    rows = Projector(indices, None, dim).gather(layer.matrix())
     layer.dim, layer.sketch, layer.signs = dim, None, None
     layer.register_buffer("selected", indices, persistent=False)
     layer.active = nn.Parameter(rows.to(dtype or weight.dtype))

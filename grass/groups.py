@@ -71,20 +71,21 @@ def matched_modules(model: nn.Module, targets: Targets = None, exclude: Targets 
     by_default = targets is None or targets == "all-linear"
     heads = set(_head_names(model)) if by_default else set()
     shared = _shared_weights(model)
+    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
     matched = [
         name
-        for name, module in model.named_modules()
-        if is_linear(module)
-        and id(module.weight) not in shared
-        and name not in heads
-        and (by_default or _matches(name, targets))
-        and not _matches(name, exclude)
+        for name in linear
+        if name not in heads and (by_default or _matches(name, targets)) and not _matches(name, exclude)
     ]
-    if not matched:
-        candidates = [name for name, module in model.named_modules() if is_linear(module)]
-        listed = ", ".join(candidates[:8]) + (", ..." if len(candidates) > 8 else "")
-        raise ValueError(f"{targets=}, {exclude=} match no linear layer; the model has: {listed or 'none'}")
-    return matched
+    own = [name for name in matched if id(linear[name].weight) not in shared]
+    for name in matched:
+        if name not in own:
+            logger.warning("Grass passes over %s: its weight is shared with another module", name)
+    if not own:
+        listed = ", ".join([*linear][:8]) + (", ..." if len(linear) > 8 else "")
+        reason = "match only layers with shared weights" if matched else "match no linear layer"
+        raise ValueError(f"{targets=}, {exclude=} {reason}; the model has: {listed or 'none'}")
+    return own
 
 
 def is_linear(module: nn.Module) -> bool:
