@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 import grass
-from grass import GrassAdamW
+from grass import GrassAdamW, Selection, register_rule
 from grass.layers import CompactLayer
 
 DIMS = [0, 1]
 POLICIES = ["reset", "keep", "bank"]
+PLAYED: list[Iterator[Tensor]] = []
+"""The last of these is what the selection rule ``playback`` takes its rows from."""
+
+register_rule("playback", lambda norms, rank, generator, replacement: Selection(next(PLAYED[-1])))
 
 
 class Network(nn.Module):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import grass
-from grass import GrassAdamW, Selection, register_rule
+from grass import GrassAdamW
 from tests.compact.networks import (
     DIMS,
+    PLAYED,
     POLICIES,
     Network,
     batches,
@@ -26,11 +27,6 @@ from tests.compact.networks import (
 )
 from tests.reference import relative_difference
 from tests.reference import train as train_llama
-
-PLAYED: list[Iterator[Tensor]] = []
-"""What the rule ``playback`` returns next: selections that a compact run has made."""
-
-register_rule("playback", lambda norms, rank, generator, replacement: Selection(next(PLAYED[-1])))
 
 
 def largest_difference(ours: nn.Module, theirs: nn.Module) -> float:
