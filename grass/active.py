@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grass.layers import LAYERS, CompactLayer
 from grass.moments import State, shared_steps
-from grass.refresh import Carry, refresh, refresh_due
+from grass.refresh import Carry, refresh
 from grass.selection import selection_generator
 
 
@@ -19,25 +19,30 @@ def layers_by_parameter() -> dict[int, CompactLayer]:
     return {id(layer.active): layer for layer in LAYERS}
 
 
-def adopt(state: State, layer: CompactLayer, carry: Carry) -> State:
+def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
     """Begin the state of a layer with the rows that its conversion selected; returns it."""
     state.update(step=0, refresh_step=0, refreshes=1, indices=layer.selected.clone(), dim=layer.dim)
     carry(None, layer.projector())
+    reserve_rows(state, layer)
     return state
 
 
-def finish_step(layer: CompactLayer, state: State, carry: Carry, group: dict[str, Any], index: int) -> None:
-    """After the active rows were updated: write them back, and every ``update_interval`` steps choose new ones.
+def reserve_rows(state: State, layer: CompactLayer) -> None:
+    """Hold a key for the rows themselves where the weight cannot hold their values; a ``state_dict`` puts them there.
 
-    The sketch gathered in the backward of the step just done decides the rows from the next step on.
+    The state has it too because distributed checkpoint takes from a flat ``state_dict`` only the keys that it has.
     """
-    layer.write_back()
-    if refresh_due(state, group):
-        refresh(state, carry, layer.end_sketch(), layer.dim, layer.selected.numel(), group, index)
-        if "row_scale" in state:
-            raise ValueError(f"selection={group['selection']!r} scales or repeats rows: not for compact mode")
-        layer.select(state["indices"])
-    arm(layer, state, group)
+    state.pop("active", None)
+    if layer.active.dtype != layer.weight.dtype:
+        state["active"] = torch.empty(0)
+
+
+def choose_rows(layer: CompactLayer, state: State, carry: Carry, group: dict[str, Any], index: int) -> None:
+    """Let the sketch gathered in the backward of the step just done decide the rows from the next step on."""
+    refresh(state, carry, layer.end_sketch(), layer.dim, layer.selected.numel(), group, index)
+    if "row_scale" in state:
+        raise ValueError(f"selection={group['selection']!r} scales or repeats rows: not for compact mode")
+    layer.select(state["indices"])
 
 
 def arm(layer: CompactLayer, state: State, group: dict[str, Any]) -> None:

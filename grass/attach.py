@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grass.active import adopt, arm, finish_step, layers_by_parameter
+from grass.active import adopt, arm, choose_rows, layers_by_parameter
 from grass.hyperparameters import validate
 from grass.layers import CompactLayer
 from grass.moments import State, source_rows
 from grass.projector import Projector
-from grass.refresh import Carry
+from grass.refresh import Carry, refresh_due
 
 
 def attach(
@@ -92,7 +92,7 @@ class Attachment:
             raise ValueError(f"{type(optimizer).__name__} holds active rows of layers outside of the model too")
         self.states: dict[str, State] = {}
         for name, layer in self.layers.items():
-            self.states[name] = adopt({}, layer, lambda old, new: None)
+            self.states[name] = adopt(layer, {}, lambda old, new: None)
             arm(layer, self.states[name], group)
         optimizer.writes_back_active_rows = True  # type: ignore[attr-defined]
         self._hook = optimizer.register_step_post_hook(self._after_step)
@@ -123,7 +123,11 @@ class Attachment:
         for index, (name, layer) in enumerate(self.layers.items()):
             state = self.states[name]
             state["step"] += 1
-            finish_step(layer, state, self._carry(optimizer.state.get(layer.active, {}), layer), self.group, index)
+            layer.write_back()
+            if refresh_due(state, self.group):
+                carry = self._carry(optimizer.state.get(layer.active, {}), layer)
+                choose_rows(layer, state, carry, self.group, index)
+            arm(layer, state, self.group)
 
     def _carry(self, rows_state: State, layer: CompactLayer) -> Carry:
         """The state policy on whatever the optimizer keeps in the shape of the active rows."""

@@ -77,14 +77,14 @@ class ScratchPool:
         self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
     def like(self, compact: Tensor) -> Scratch:
-        """Uninitialised buffers of the shape, dtype and device of ``compact``."""
+        """Uninitialised buffers of the shape, strides, dtype and device of ``compact``, which is dense."""
         return self._take(0, compact), self._take(1, compact)
 
     def _take(self, slot: int, compact: Tensor) -> Tensor:
         key = (slot, compact.dtype, compact.device)
         if key not in self._buffers or self._buffers[key].numel() < compact.numel():
             self._buffers[key] = torch.empty(compact.numel(), dtype=compact.dtype, device=compact.device)
-        return self._buffers[key][: compact.numel()].view(compact.shape)
+        return self._buffers[key].as_strided(compact.shape, compact.stride())
 
 
 def compact_adamw(
@@ -155,9 +155,9 @@ def adamw_rows_(
     update.mul_(c.step_size)
     rows = projector.gather(weight, out=scratch[0]).to(update.dtype).mul_(c.shrink)
     if projector.scale is None:
-        weight.index_copy_(projector.dim, projector.indices, rows.sub_(update).to(weight.dtype))
+        projector.scatter_(weight, rows.sub_(update))
     else:
-        weight.index_copy_(projector.dim, projector.indices, rows.to(weight.dtype))
+        projector.scatter_(weight, rows)
         projector.add_to_(weight, update, alpha=-1.0)
 
 
@@ -197,8 +197,8 @@ def project_and_step_(
 
 
 def step_active_(
-    active: Tensor,
     dim: int,
+    active: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,

@@ -67,7 +67,7 @@ class _CompactLinearFunction(torch.autograd.Function):
         if ctx.dim == 0:
             grad_active = g.index_select(1, selected).t() @ x
         else:
-            grad_active = g.t() @ (x if ctx.narrow else x.index_select(1, selected))
+            grad_active = ((x if ctx.narrow else x.index_select(1, selected)).t() @ g).t()  # in the layout of active
         grad_sketch = None
         if ctx.sketching:
             kept, mixed = (g, x) if ctx.dim == 0 else (x, g)
@@ -127,8 +127,7 @@ class CompactLayer(nn.Module):
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the active rows into the weight."""
-        weight = self.matrix()
-        weight.index_copy_(self.dim, self.selected, self.active.detach().to(weight.dtype))
+        self.projector().scatter_(self.matrix(), self.active.detach())
 
     @torch.no_grad()
     def select(self, indices: Tensor) -> None:
@@ -137,7 +136,8 @@ class CompactLayer(nn.Module):
         new = Projector(indices, None, self.dim)
         kept, source = source_rows(self.projector(), new, self.matrix().shape[self.dim])
         rows = new.gather(self.matrix()).to(self.active.dtype)
-        self.active.copy_(torch.where(new.along(kept), self.active.index_select(self.dim, source), rows))
+        held = Projector(source, None, self.dim).gather(self.active)
+        self.active.copy_(torch.where(new.along(kept), held, rows))
         self.selected.copy_(indices)
 
     @torch.no_grad()

@@ -62,11 +62,11 @@ def keep(state: State, old: Projector | None, new: Projector, weight: Tensor, ba
     ratio = torch.ones(kept.shape, dtype=moment_dtype(weight), device=kept.device)
     if old.scale is not None or new.scale is not None:
         ratio = ratio * _scale(new, weight) / _scale(old, weight)[source]
-    had, ratio = new.along(kept), new.along(ratio)
+    had, ratio, kept_rows = new.along(kept), new.along(ratio), Projector(source, None, new.dim)
     _set_moments(
         state,
-        torch.where(had, state["exp_avg"].index_select(new.dim, source) * ratio, 0.0),
-        torch.where(had, state["exp_avg_sq"].index_select(new.dim, source) * ratio.square(), 0.0),
+        torch.where(had, kept_rows.gather(state["exp_avg"]) * ratio, 0.0),
+        torch.where(had, kept_rows.gather(state["exp_avg_sq"]) * ratio.square(), 0.0),
         torch.where(kept, _row_steps(state, old)[source], 0.0),
     )
 
@@ -76,7 +76,7 @@ def bank(state: State, old: Projector | None, new: Projector, weight: Tensor, ba
     if "bank_steps" not in state:
         pin = weight.device.type == "cuda"
         for key in ("bank_exp_avg", "bank_exp_avg_sq"):
-            state[key] = torch.zeros(weight.shape, dtype=bank_dtype, pin_memory=pin)
+            state[key] = torch.zeros_like(weight, dtype=bank_dtype, device="cpu", pin_memory=pin)
         state["bank_steps"] = torch.zeros(weight.shape[new.dim], pin_memory=pin)
     if old is not None:
         _deposit(state, old, weight)
@@ -95,20 +95,19 @@ POLICIES: dict[str, Policy] = {"reset": reset, "keep": keep, "bank": bank}
 
 
 def _deposit(state: State, projector: Projector, weight: Tensor) -> None:
-    indices, scale = projector.indices.cpu(), projector.along(_scale(projector, weight))
+    scale, on_host = projector.along(_scale(projector, weight)), Projector(projector.indices.cpu(), None, projector.dim)
     for key, divisor in (("exp_avg", scale), ("exp_avg_sq", scale.square())):
-        held = state[f"bank_{key}"]
-        held.index_copy_(projector.dim, indices, (state[key] / divisor).to("cpu", held.dtype))
-    state["bank_steps"][indices] = _row_steps(state, projector).cpu()
+        on_host.scatter_(state[f"bank_{key}"], (state[key] / divisor).cpu())
+    state["bank_steps"][on_host.indices] = _row_steps(state, projector).cpu()
 
 
 def _withdraw(state: State, projector: Projector, weight: Tensor) -> None:
-    indices, scale = projector.indices.cpu(), projector.along(_scale(projector, weight))
+    scale, on_host = projector.along(_scale(projector, weight)), Projector(projector.indices.cpu(), None, projector.dim)
     moments = {}
     for key, factor in (("exp_avg", scale), ("exp_avg_sq", scale.square())):
-        rows = state[f"bank_{key}"].index_select(projector.dim, indices)
+        rows = on_host.gather(state[f"bank_{key}"])
         moments[key] = rows.to(weight.device, moment_dtype(weight)) * factor
-    steps = state["bank_steps"][indices].to(weight.device)
+    steps = state["bank_steps"][on_host.indices].to(weight.device)
     _set_moments(state, moments["exp_avg"], moments["exp_avg_sq"], steps)
 
 
@@ -134,6 +133,5 @@ def _scale(projector: Projector, weight: Tensor) -> Tensor:
 
 
 def _zeros(projector: Projector, weight: Tensor) -> Tensor:
-    shape = list(weight.shape)
-    shape[projector.dim] = projector.indices.numel()
-    return torch.zeros(shape, dtype=moment_dtype(weight), device=weight.device)
+    rows = weight.narrow(projector.dim, 0, projector.indices.numel())  # for its shape and strides
+    return torch.zeros_like(rows, dtype=moment_dtype(weight))

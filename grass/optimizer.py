@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grass.active import arm, layers_by_parameter
+from grass.active import arm, layers_by_parameter, reserve_rows
 from grass.functional import ScratchPool
 from grass.hyperparameters import is_projected, validate_group
 from grass.layers import CompactLayer
 from grass.moments import HOST_KEYS, State
-from grass.steps import GroupStep
+from grass.steps import ActiveRows, GroupStep
 
 ParamsT = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -140,18 +140,19 @@ class GrassAdamW(Optimizer):
         layers, scratch, index = layers_by_parameter(), ScratchPool(), 0
         for group in self.param_groups:
             group_step = GroupStep(group, scratch)
-            plain = []
+            plain, active = [], []
             for p in group["params"]:
                 if p.grad is None:
                     pass
                 elif id(p) in layers:
-                    group_step.active(p, p.grad, layers[id(p)], self.state[p], index)
+                    active.append(ActiveRows(p.detach(), p.grad, layers[id(p)], self.state[p], index))
                 elif is_projected(p, group):
                     group_step.projected(p, p.grad, self.state[p], index)
                 else:
                     plain.append(p)
                 index += 1
             group_step.plain(plain, [self.state[p] for p in plain])
+            group_step.active(active)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -160,9 +161,12 @@ class GrassAdamW(Optimizer):
         ``Optimizer.load_state_dict`` casts state to the dtype and device of its parameter, which would round row
         indices and moments of bfloat16 weights and bring the bank to the device. So the state of projected weights
         bypasses it.
+
+        Raises:
+            ValueError: active rows were saved with another rank or dim than their layer has.
         """
         exact: dict[int, State] = {}
-        before = self.register_load_state_dict_pre_hook(lambda _, loading: _take_projected(loading, exact))
+        before = self.register_load_state_dict_pre_hook(lambda _, loading: self._begin_load(loading, exact))
         after = self.register_load_state_dict_post_hook(lambda _: self._finish_load(exact), prepend=True)
         try:
             super().load_state_dict(state_dict)
@@ -173,15 +177,25 @@ class GrassAdamW(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors and plain scalars; with the active rows' values where the weights cannot hold them."""
         state_dict = super().state_dict()
-        layers = layers_by_parameter()
         for position, p in enumerate(self._parameters()):
-            layer = layers.get(id(p))
-            if layer is not None and p.dtype != layer.weight.dtype and position in state_dict["state"]:
-                state_dict["state"][position] = {**state_dict["state"][position], "active": p.detach()}
+            state = state_dict["state"].get(position, {})
+            if "active" in state:
+                state_dict["state"][position] = {**state, "active": p.detach().clone()}
         return state_dict
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
+
+    def _begin_load(self, loading: dict[str, Any], exact: dict[int, State]) -> dict[str, Any]:
+        bare, layers = _take_projected(loading, exact), layers_by_parameter()
+        for position, p in enumerate(self._parameters()):
+            layer, state = layers.get(id(p)), exact.get(position)
+            if layer and state and (state["indices"].shape, state["dim"]) != (layer.selected.shape, layer.dim):
+                raise ValueError(
+                    f"State of active rows with rank={len(state['indices'])}, dim={state['dim']} for a layer "
+                    f"with rank={len(layer.selected)}, dim={layer.dim}"
+                )
+        return bare
 
     def _finish_load(self, exact: dict[int, State]) -> None:
         for position, p in enumerate(self._parameters()):
@@ -198,8 +212,10 @@ class GrassAdamW(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if id(p) in layers and self.state[p]:
-                    layers[id(p)].restore(self.state[p]["indices"], self.state[p].pop("active", None))
-                    arm(layers[id(p)], self.state[p], group)
+                    layer, state = layers[id(p)], self.state[p]
+                    layer.restore(state["indices"], state.get("active"))
+                    reserve_rows(state, layer)
+                    arm(layer, state, group)
 
     def _check_gradients(self) -> None:
         for group in self.param_groups:

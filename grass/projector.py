@@ -43,9 +43,20 @@ class Projector:
 
     def gather(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
         """``B M``: the chosen rows as they are, ``(m, n) -> (r, n)`` or ``(m, r)``; into ``out``, cast to its dtype."""
+        if is_column_major(matrix):
+            transposed = Projector(self.indices, None, 1 - self.dim)
+            return transposed.gather(matrix.t(), None if out is None else out.t()).t()
         if out is None or out.dtype == matrix.dtype:
             return torch.index_select(matrix, self.dim, self.indices, out=out)
         return out.copy_(matrix.index_select(self.dim, self.indices))
+
+    def scatter_(self, matrix: Tensor, compact: Tensor) -> Tensor:
+        """``M[sigma] = C`` in place, cast to the dtype of ``matrix``; the inverse of :meth:`gather`."""
+        compact = compact.to(matrix.dtype)
+        if is_column_major(matrix):
+            matrix.t().index_copy_(1 - self.dim, self.indices, compact.t())
+            return matrix
+        return matrix.index_copy_(self.dim, self.indices, compact)
 
     def rescale(self, compact: Tensor) -> Tensor:
         """``rho C`` for a compact matrix ``C``, in the wider precision; ``C`` itself where every scale is 1."""
@@ -64,3 +75,8 @@ class Projector:
         shape = list(compact.shape)
         shape[self.dim] = size
         return self.add_to_(compact.new_zeros(shape), compact)
+
+
+def is_column_major(matrix: Tensor) -> bool:
+    """Whether columns are contiguous in memory: such a matrix is handled as its transpose."""
+    return matrix.stride(0) == 1 and matrix.stride(1) > 1

@@ -81,7 +81,7 @@ class GroupCoefficients:
 
     def at(self, state: State) -> StepCoefficients:
         """Coefficients for one weight, whose ``step`` already counts this step; advances its rows' own counts."""
-        warmup = self._warmup(state)
+        warmup = self.warmup(state)
         if "row_steps" in state:
             return self._make(state["row_steps"].add_(1), warmup)
         key = (shared_steps(state), warmup)
@@ -99,6 +99,7 @@ class GroupCoefficients:
             weight_decay=group["weight_decay"],
         )
 
-    def _warmup(self, state: State) -> float:
+    def warmup(self, state: State) -> float:
+        """The factor on the learning rate by which a refresh is eased in."""
         length = self.group["warmup_after_refresh"]
         return min(1.0, shared_steps(state) / length) if length and state["refreshes"] > 1 else 1.0

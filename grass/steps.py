@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from grass.active import adopt, finish_step
+from grass.active import adopt, arm, choose_rows
 from grass.functional import (
     ScratchPool,
     compiled_project_and_step,
@@ -20,8 +20,20 @@ from grass.functional import (
 )
 from grass.hyperparameters import as_matrix, resolve_dim, resolve_rank
 from grass.layers import CompactLayer
-from grass.moments import State, moment_dtype
+from grass.moments import State, moment_dtype, shared_steps
+from grass.projector import is_column_major
 from grass.refresh import GroupCoefficients, carry_moments, current_projector, refresh, refresh_due
+
+
+@dataclass(slots=True)
+class ActiveRows:
+    """The active rows of one converted layer, in a step."""
+
+    rows: Tensor
+    grad: Tensor
+    layer: CompactLayer
+    state: State
+    index: int
 
 
 @dataclass
@@ -36,31 +48,14 @@ class GroupStep:
         self.coefficients = GroupCoefficients(self.group)
 
     def plain(self, params: list[Tensor], states: list[State]) -> None:
-        """AdamW by torch's own fused (CPU, CUDA) or foreach implementation."""
-        if not params:
-            return
-        fused = all(p.device.type in ("cpu", "cuda") for p in params)
+        """Step parameters at full rank."""
         for p, state in zip(params, states, strict=True):
             if not state:
-                state["step"] = torch.zeros((), device=p.device if fused else "cpu")
+                state["step"] = torch.zeros((), device=p.device if has_fused_adamw(p) else "cpu")
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        adamw(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            [],
-            [s["step"] for s in states],
-            fused=fused or None,
-            amsgrad=False,
-            beta1=self.group["betas"][0],
-            beta2=self.group["betas"][1],
-            lr=self.group["lr"],
-            weight_decay=self.group["weight_decay"],
-            eps=self.group["eps"],
-            maximize=self.group["maximize"],
-        )
+        grads = [p.grad for p in params if p.grad is not None]
+        self._torch_adamw(params, grads, states, [s["step"] for s in states])
 
     def projected(self, p: Tensor, grad: Tensor, state: State, index: int) -> None:
         """Choose new rows of a weight if that is due, then update the chosen rows from its full gradient."""
@@ -83,25 +78,88 @@ class GroupStep:
         if weight.data_ptr() != p.data_ptr():  # a copy: channels_last
             p.copy_(weight.view(p.shape))
 
-    def active(self, p: Tensor, grad: Tensor, layer: CompactLayer, state: State, index: int) -> None:
-        """Update the active rows of a converted layer, write them back, choose new ones if that is due."""
+    def active(self, every: list[ActiveRows]) -> None:
+        """Update active rows, write them back, choose new ones where that is due."""
         group = self.group
-        carry = carry_moments(state, layer.matrix(), group)
-        if not state:
-            adopt(state, layer, carry)
-            if not group["lr"] and not grad.any():
-                return  # a fresh optimizer building its state, as in `refresh`
-        state["step"] += 1
-        coefficients = self.coefficients.at(state)
-        if group["decay"] == "all":
-            layer.matrix().mul_(coefficients.shrink)
-        arguments = p.detach(), layer.dim, grad, state["exp_avg"], state["exp_avg_sq"], coefficients
-        if group["fused"]:
+        begun = [item for item in every if self._begin(item)]
+        shared = [item for item in begun if self._is_torch_adamw(item)]
+        if shared:
+            ages = torch.tensor([float(shared_steps(item.state) - 1) for item in shared]).unbind()
+            self._torch_adamw(
+                [item.rows for item in shared],
+                [item.grad for item in shared],
+                [item.state for item in shared],
+                [age.to(item.rows.device) for age, item in zip(ages, shared, strict=True)],
+                scale=group["scale"],
+            )
+        for item in begun:
+            if not self._is_torch_adamw(item):
+                self._rowwise_adamw(item)
+            if group["decay"] == "all":
+                item.layer.matrix().mul_(1 - group["lr"] * group["weight_decay"])
+            item.layer.write_back()
+            if refresh_due(item.state, group):
+                carry = carry_moments(item.state, item.layer.matrix(), group)
+                choose_rows(item.layer, item.state, carry, group, item.index)
+            arm(item.layer, item.state, group)
+
+    def _begin(self, item: ActiveRows) -> bool:
+        """Count the step; makes the state in the first, which a fresh optimizer building its state leaves at that."""
+        if not item.state:
+            adopt(item.layer, item.state, carry_moments(item.state, item.layer.matrix(), self.group))
+            if not self.group["lr"] and not item.grad.any():
+                return False
+        item.state["step"] += 1
+        return True
+
+    def _is_torch_adamw(self, item: ActiveRows) -> bool:
+        """Whether these rows step as an ordinary parameter under AdamW does: of one age, in one precision."""
+        return (
+            "row_steps" not in item.state
+            and item.rows.dtype == item.state["exp_avg"].dtype
+            and self.coefficients.warmup(item.state) == 1.0
+        )
+
+    def _rowwise_adamw(self, item: ActiveRows) -> None:
+        """Step rows each at its own age, or in a precision of their own."""
+        dim, rows, grad = item.layer.dim, item.rows, item.grad
+        exp_avg, exp_avg_sq = item.state["exp_avg"], item.state["exp_avg_sq"]
+        if is_column_major(rows):
+            dim, rows, grad, exp_avg, exp_avg_sq = 1 - dim, rows.t(), grad.t(), exp_avg.t(), exp_avg_sq.t()
+        arguments = dim, rows, grad, exp_avg, exp_avg_sq, self.coefficients.at(item.state)
+        if self.group["fused"]:
             compiled_step_active()(*arguments, **self._adam)
         else:
-            step_active_(*arguments, self.scratch.like(state["exp_avg"]), **self._adam)
-        finish_step(layer, state, carry, group, index)
+            step_active_(*arguments, self.scratch.like(exp_avg), **self._adam)
+
+    def _torch_adamw(
+        self, params: list[Tensor], grads: list[Tensor], states: list[State], steps: list[Tensor], scale: float = 1.0
+    ) -> None:
+        """AdamW by torch's own fused (CPU, CUDA) or foreach implementation; counts ``steps``."""
+        if not params:
+            return
+        adamw(
+            params,
+            grads,
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            steps,
+            fused=all(map(has_fused_adamw, params)) or None,
+            amsgrad=False,
+            beta1=self.group["betas"][0],
+            beta2=self.group["betas"][1],
+            lr=self.group["lr"] * scale,
+            weight_decay=self.group["weight_decay"] / scale,  # decay is not multiplied by scale
+            eps=self.group["eps"],
+            maximize=self.group["maximize"],
+        )
 
     @property
     def _adam(self) -> dict[str, Any]:
         return {key: self.group[key] for key in ("betas", "eps", "maximize")}
+
+
+def has_fused_adamw(p: Tensor) -> bool:
+    """Whether torch has a fused AdamW for this tensor."""
+    return p.device.type in ("cpu", "cuda")
