@@ -1,0 +1,183 @@
+"""Mistakes that would train nothing, or something else than the model, say so before anything has changed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import grass
+from grass import GrassAdamW
+from grass.selection import Selection, register_rule
+from tests.compact.networks import (
+    Network,
+    assert_same_weights,
+    batches,
+    compact_layers,
+    converted,
+    loss_of,
+    selections,
+    train,
+)
+
+OPTIMIZERS = {
+    "GrassAdamW": lambda model: GrassAdamW(model.parameters(), rank=3),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters()),
+    "SGD, some": lambda model: torch.optim.SGD([model.mix.weight, model.up.bias], lr=0.1),
+    "AdamW, trainable": lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
+}
+
+
+def refused(model: nn.Module, optimizer: torch.optim.Optimizer, message: str) -> None:
+    """The step raises and leaves weights, active rows and the optimizer's state as they were."""
+    loss_of(model, batches(1)[0]).backward()
+    before = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert_same_weights(model, before)
+    assert not optimizer.state
+
+
+def test_no_conversion() -> None:
+    with pytest.raises(ValueError, match=r"Network has no active rows.*grass.compact.*grass.param_groups"):
+        GrassAdamW(Network())
+    model = Network()
+    grass.compact(model, rank=3)
+    grass.expand(model)
+    with pytest.raises(ValueError, match="no active rows"):
+        GrassAdamW(model)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_conversion_after_the_optimizer_was_built(make) -> None:
+    model = Network()
+    optimizer = make(model)
+    grass.compact(model, rank=3)
+    refused(model, optimizer, r"built before grass.compact\(\)")
+    grass.expand(model)
+    train(model, optimizer, batches(1))
+
+
+def test_part_of_the_model_converted_after_the_optimizer_was_built() -> None:
+    model = Network()
+    grass.compact(model, rank=3, targets=["up"])
+    optimizer = GrassAdamW(model)
+    grass.compact(model, rank=3)
+    refused(model, optimizer, "built before")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.AdamW(model.parameters()),
+        lambda model: torch.optim.SGD([model.up.active], lr=0.1),
+        lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True),
+    ],
+    ids=["AdamW", "SGD, some", "fused"],
+)
+def test_foreign_optimizer(make) -> None:
+    model = Network()
+    grass.compact(model, rank=3)
+    optimizer = make(model)
+    refused(model, optimizer, r"never reach the model's weights.*grass.attach")
+    grass.attach(optimizer, model)
+    train(model, optimizer, batches(1))
+
+
+def test_behind_a_scheduler_and_a_scaler() -> None:
+    model = Network()
+    grass.compact(model, rank=3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    refused(model, optimizer, "grass.attach")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, batches(1)[0])).backward()
+    with pytest.raises(RuntimeError, match=r"grass.attach"):
+        scaler.step(optimizer)
+
+
+def test_others_are_left_in_peace() -> None:
+    """Optimizers of other models, or of this model's plain parameters."""
+    model, optimizer = converted()
+    bystander, biases = Network(), torch.optim.SGD([model.up.bias, model.norm.weight], lr=0.1)
+    train(bystander, torch.optim.AdamW(bystander.parameters()), batches(1))
+    train(model, biases, batches(1))
+    train(model, optimizer, batches(1))
+    expanded = copy.deepcopy(model)
+    grass.expand(expanded)
+    train(expanded, torch.optim.AdamW(expanded.parameters()), batches(1))
+    del model, optimizer, biases
+    gc.collect()
+    train(bystander, torch.optim.AdamW(bystander.parameters()), batches(1))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        lambda model: model,
+        lambda model: model.parameters(),
+        lambda model: model.named_parameters(),
+        lambda model: [p for p in model.parameters() if p.requires_grad],
+        lambda model: [{"params": list(m.parameters()), "lr": 1e-2} for m in model.children()],
+    ],
+    ids=["model", "parameters", "named", "trainable", "groups"],
+)
+def test_all_ways_to_name_the_parameters(parameters) -> None:
+    """All of them train the same model in the same way; the frozen weights may be among them."""
+    models = []
+    for make in (parameters, lambda model: model):
+        model = Network()
+        grass.compact(model, rank=3)
+        optimizer = GrassAdamW(make(model), lr=1e-2, update_interval=2, refresh="exact")
+        train(model, optimizer, batches(5))
+        models.append(model)
+    assert_same_weights(*models)
+
+
+def test_replacement() -> None:
+    """Active rows are neither scaled nor repeated."""
+    model = Network()
+    grass.compact(model, rank=3)
+    with pytest.raises(ValueError, match="replacement=False"):
+        GrassAdamW(model, selection="uniform", replacement=True)
+    optimizer = GrassAdamW([model.up.bias])
+    with pytest.raises(ValueError, match="replacement=False"):
+        optimizer.add_param_group({"params": [model.up.active], "selection": "uniform", "replacement": True})
+    assert len(optimizer.param_groups) == 1
+    GrassAdamW(
+        [{"params": [model.up.active]}, {"params": [model.up.bias], "replacement": True, "selection": "uniform"}]
+    )
+
+
+register_rule("scaled", lambda norms, rank, generator, replacement: Selection(torch.arange(rank), torch.ones(rank)))
+
+
+def test_a_rule_that_scales_rows() -> None:
+    model, optimizer = converted(selection="scaled", update_interval=2)
+    with pytest.raises(ValueError, match="selection='scaled'"):
+        train(model, optimizer, batches(2))
+
+
+def test_state_of_another_rank() -> None:
+    model, optimizer = converted()
+    train(model, optimizer, batches(2))
+    other, other_optimizer = converted(rank=2)
+    before = copy.deepcopy(other)
+    with pytest.raises(ValueError, match=r"rank=3, dim=1 for a layer with rank=2"):
+        other_optimizer.load_state_dict(optimizer.state_dict())
+    assert_same_weights(other, before)
+    assert not other_optimizer.state
+
+
+def test_a_layer_cannot_be_left_half_selected() -> None:
+    layer = nn.Linear(4, 4)
+    grass.compact(layer, rank=2)
+    before = copy.deepcopy(layer)
+    with pytest.raises((RuntimeError, IndexError)):
+        layer.select(torch.tensor([1, 9]))
+    assert selections(layer) == selections(before)
+    assert torch.equal(layer.active, before.active)
+    assert compact_layers(layer)
