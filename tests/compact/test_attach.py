@@ -1,0 +1,209 @@
+"""Any torch optimizer over the active rows: ``grass.attach`` writes back and refreshes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import grass
+from grass import Attachment
+from tests.compact.networks import (
+    DIMS,
+    PLAYED,
+    Network,
+    assert_same_weights,
+    batches,
+    compact_layers,
+    converted,
+    loss_of,
+    selections,
+    through_file,
+    train,
+)
+from tests.reference import relative_difference, uneven_gradients
+
+Make = Callable[[list[Tensor]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=5e-2, momentum=0.9),
+    "Muon": lambda p: torch.optim.Muon([t for t in p if t.ndim == 2], lr=1e-2),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+}
+
+
+def attached(
+    make: Make, dtype: torch.dtype = torch.float32, active: torch.dtype | None = None, seed: int = 0, **options: object
+) -> tuple[Network, torch.optim.Optimizer, Attachment]:
+    model = Network(dtype)
+    grass.compact(model, rank=3, dtype=active, seed=seed)
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    return model, optimizer, grass.attach(optimizer, model, **{"update_interval": 4, **options})
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_trains(make: Make) -> None:
+    """The loss falls, rows are written back after every step and change at every refresh."""
+    model, optimizer, _ = attached(make)
+    data, first = batches(1) * 30, selections(model)
+    losses = []
+    for batch in data:
+        losses += train(model, optimizer, [batch])
+        for name, layer in compact_layers(model).items():
+            assert torch.equal(layer.active, layer.weight.index_select(1, layer.selected)), name
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(rows != old for rows, old in zip(selections(model), first, strict=True))
+
+
+@pytest.mark.parametrize(
+    "make", [OPTIMIZERS["SGD"], OPTIMIZERS["Muon"], OPTIMIZERS["AdamW"]], ids=["SGD", "Muon", "AdamW"]
+)
+@pytest.mark.parametrize("dim", DIMS)
+def test_all_rows_are_the_plain_model(make: Make, dim: int) -> None:
+    """At full rank without a refresh, or with moments kept, it is that optimizer on the plain model."""
+    plain, data = Network(torch.float64), batches(12, dtype=torch.float64)
+    train(plain, make(list(plain.parameters())), data)
+    for policy, interval in (("reset", 100), ("keep", 3)):
+        model = Network(torch.float64)
+        grass.compact(model, rank=1.0, dim=dim)
+        optimizer = make([p for p in model.parameters() if p.requires_grad])
+        grass.attach(optimizer, model, state_policy=policy, update_interval=interval)
+        train(model, optimizer, data)
+        # Muon orthogonalises in bfloat16, where another order of sums shows.
+        tolerance = 1e-2 if isinstance(optimizer, torch.optim.Muon) else 1e-11
+        for name, layer in compact_layers(model).items():
+            assert relative_difference(layer.weight, plain.get_submodule(name).weight) < tolerance, name
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("policy", ["reset", "keep"])
+def test_momentum_across_refreshes(policy: str, dim: int) -> None:
+    """SGD's momentum of rows chosen again is kept or zeroed; checked against a full-size buffer, in float64."""
+    layer = nn.Linear(7, 6, bias=False, dtype=torch.float64)
+    weight, buffer = layer.weight.detach().clone(), torch.zeros(6, 7, dtype=torch.float64)
+    grass.compact(layer, rank=3, dim=dim)
+    optimizer = torch.optim.SGD([layer.active], lr=0.1, momentum=0.9)
+    grass.attach(optimizer, layer, update_interval=2, state_policy=policy, selection="playback")
+    rows = [layer.selected.clone(), *(torch.tensor(r) for r in ([0, 1, 2], [1, 2, 5], [0, 3, 5], [0, 3, 5], [2, 3, 4]))]
+    PLAYED.append(iter(rows[1:]))
+    for step, gradient in enumerate(uneven_gradients((6, 7), 10)):
+        chosen = rows[step // 2]
+        if step % 2 == 0:
+            kept = torch.isin(chosen, rows[step // 2 - 1]) if policy == "keep" and step else torch.zeros(3, dtype=bool)
+            stays = torch.zeros(buffer.shape[dim], dtype=bool).index_fill(0, chosen[kept], True)
+            buffer *= stays.unsqueeze(1 - dim)
+        moved = torch.zeros(buffer.shape[dim], dtype=torch.float64).index_fill(0, chosen, 1.0).unsqueeze(1 - dim)
+        buffer = 0.9 * buffer + gradient * moved
+        weight = weight - 0.1 * buffer * moved
+        optimizer.zero_grad()
+        layer(torch.eye(7, dtype=torch.float64)).backward(gradient.t())
+        optimizer.step()
+        torch.testing.assert_close(layer.weight.detach(), weight)
+    PLAYED.pop()
+
+
+@pytest.mark.parametrize("stop", [3, 4, 6], ids=lambda stop: f"after {stop}")
+@pytest.mark.parametrize("active", [None, torch.float32], ids=["bf16", "fp32 over bf16"])
+@pytest.mark.parametrize("policy", ["reset", "keep"])
+@pytest.mark.parametrize("make", [OPTIMIZERS["SGD"], OPTIMIZERS["AdamW"]], ids=["SGD", "AdamW"])
+def test_resume(make: Make, policy: str, active: torch.dtype | None, stop: int) -> None:
+    """Bit-exact through a file: model, optimizer, attachment."""
+    options = dict(dtype=torch.bfloat16, active=active, state_policy=policy, selection="multinomial_norm")
+    data = batches(stop + 9, dtype=torch.bfloat16)
+    model, optimizer, attachment = attached(make, **options)
+    train(model, optimizer, data[:stop])
+    saved = through_file([model.state_dict(), optimizer.state_dict(), attachment.state_dict()])
+    other, other_optimizer, other_attachment = attached(make, seed=5, **options)
+    for part, state in zip((other, other_optimizer, other_attachment), saved, strict=True):
+        part.load_state_dict(state)
+    assert_same_weights(other, model)
+    assert train(model, optimizer, data[stop:]) == train(other, other_optimizer, data[stop:])
+    assert_same_weights(other, model)
+    again = other_attachment.state_dict()
+    for name, state in attachment.state_dict().items():
+        assert {k: v for k, v in state.items() if not isinstance(v, Tensor)}.items() <= again[name].items()
+
+
+def test_the_saved_selection_is_not_shared() -> None:
+    model, optimizer, attachment = attached(OPTIMIZERS["SGD"])
+    saved, first = attachment.state_dict(), selections(model)
+    train(model, optimizer, batches(9))
+    assert selections(model) != first
+    attachment.load_state_dict(saved)
+    assert selections(model) == first
+    train(model, optimizer, batches(9))
+    assert [state["indices"].tolist() for state in saved.values()] == first
+
+
+def test_state_of_other_layers() -> None:
+    _, _, attachment = attached(OPTIMIZERS["SGD"])
+    state = attachment.state_dict()
+    state["elsewhere"] = state.pop("mix")
+    with pytest.raises(ValueError, match=r"elsewhere.*mix"):
+        attachment.load_state_dict(state)
+
+
+def test_detach() -> None:
+    """Afterwards the optimizer would no longer reach the weights, so it is refused; it may be attached anew."""
+    model, optimizer, attachment = attached(OPTIMIZERS["AdamW"])
+    train(model, optimizer, batches(1))
+    attachment.detach()
+    with pytest.raises(RuntimeError, match=r"grass\.attach"):
+        train(model, optimizer, batches(1))
+    grass.attach(optimizer, model)
+    train(model, optimizer, batches(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"state_policy": "bank"}, "state_policy='bank'.*'reset' or 'keep'"),
+        ({"update_interval": 0}, "update_interval=0"),
+        ({"selection": "nonsense"}, "nonsense"),
+        ({"refresh": "guess"}, "refresh='guess'"),
+        ({"sketch_size": 0}, "sketch_size=0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_values_out_of_range(options: dict, message: str) -> None:
+    model, _ = converted()
+    optimizer = torch.optim.SGD([model.up.active], lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        grass.attach(optimizer, model, **options)
+    grass.attach(optimizer, model)
+
+
+def test_what_cannot_be_attached() -> None:
+    plain = Network()
+    with pytest.raises(ValueError, match=r"SGD holds no active rows.*compact"):
+        grass.attach(torch.optim.SGD(plain.parameters(), lr=0.1), plain)
+    model, optimizer, _ = attached(OPTIMIZERS["SGD"])
+    with pytest.raises(ValueError, match="already"):
+        grass.attach(optimizer, model)
+    with pytest.raises(ValueError, match="already"):
+        grass.attach(grass.GrassAdamW(model), model)
+    other, _ = converted()
+    both = torch.optim.SGD([model.up.active, other.up.active], lr=0.1)
+    with pytest.raises(ValueError, match="outside of the model"):
+        grass.attach(both, model)
+    grass.attach(both, nn.ModuleList([model, other]))
+
+
+def test_two_optimizers_share_a_model() -> None:
+    """Muon for the matrices, AdamW for the rest, as Muon is used."""
+    model = Network()
+    grass.compact(model, rank=3)
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim == 2]
+    rest = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    muon, adamw = torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)
+    grass.attach(muon, model, update_interval=2)
+    first, bias = selections(model), model.up.bias.detach().clone()
+    for batch in batches(4):
+        loss_of(model, batch).backward()
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert selections(model) != first
+    assert not torch.equal(model.up.bias, bias)
