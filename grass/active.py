@@ -16,7 +16,7 @@ from grass.selection import selection_generator
 
 def layers_by_parameter() -> dict[int, CompactLayer]:
     """Every converted layer alive by the ``id`` of its active rows, as of now: wrappers may swap parameters."""
-    return {id(layer.active): layer for layer in LAYERS}
+    return {id(layer._parameters["active"]): layer for layer in LAYERS}  # past __getattr__, which is slow
 
 
 def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:

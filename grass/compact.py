@@ -165,13 +165,15 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not LAYERS:
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    writes_back = getattr(optimizer, "writes_back_active_rows", False)
     for layer in LAYERS:
-        if id(layer.active) not in held and id(layer.weight) in held:
+        active, weight = layer._parameters["active"], layer._parameters["weight"]  # past slow __getattr__
+        if id(active) not in held and id(weight) in held:
             raise RuntimeError(
                 "This optimizer was built before grass.compact() converted the model and holds none of its active "
                 "rows: build the optimizer after the conversion"
             )
-        if id(layer.active) in held and not getattr(optimizer, "writes_back_active_rows", False):
+        if id(active) in held and not writes_back:
             raise RuntimeError(
                 f"{type(optimizer).__name__} would train active rows that never reach the model's weights: use "
                 "grass.GrassAdamW, or call grass.attach(optimizer, model) once after building this one"

@@ -54,9 +54,12 @@ class Projector:
         """``M[sigma] = C`` in place, cast to the dtype of ``matrix``; the inverse of :meth:`gather`."""
         compact = compact.to(matrix.dtype)
         if is_column_major(matrix):
-            matrix.t().index_copy_(1 - self.dim, self.indices, compact.t())
-            return matrix
-        return matrix.index_copy_(self.dim, self.indices, compact)
+            Projector(self.indices, None, 1 - self.dim).scatter_(matrix.t(), compact.t())
+        elif self.dim == 0 and _can_widen(matrix) and _can_widen(compact):
+            matrix.view(torch.float64).index_copy_(0, self.indices, compact.view(torch.float64))
+        else:
+            matrix.index_copy_(self.dim, self.indices, compact)
+        return matrix
 
     def rescale(self, compact: Tensor) -> Tensor:
         """``rho C`` for a compact matrix ``C``, in the wider precision; ``C`` itself where every scale is 1."""
@@ -80,3 +83,15 @@ class Projector:
 def is_column_major(matrix: Tensor) -> bool:
     """Whether columns are contiguous in memory: such a matrix is handled as its transpose."""
     return matrix.stride(0) == 1 and matrix.stride(1) > 1
+
+
+def _can_widen(matrix: Tensor) -> bool:
+    """Whether rows can be copied 8 bytes at a time, which on a CPU halves the time for float32."""
+    size = matrix.element_size()
+    return (
+        type(matrix) is Tensor  # no DTensor, no fake tensor
+        and not torch.compiler.is_compiling()
+        and matrix.is_contiguous()
+        and (matrix.shape[1] * size) % 8 == 0
+        and (matrix.storage_offset() * size) % 8 == 0
+    )

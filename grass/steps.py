@@ -35,6 +35,14 @@ class ActiveRows:
     state: State
     index: int
 
+    def row_major(self) -> tuple[int, Tensor, Tensor, Tensor, Tensor]:
+        """``dim``, rows, gradient and moments; transposed, ``dim`` too, where columns are contiguous in memory."""
+        dim, rows, grad = self.layer.dim, self.rows, self.grad
+        exp_avg, exp_avg_sq = self.state["exp_avg"], self.state["exp_avg_sq"]
+        if is_column_major(rows):
+            return 1 - dim, rows.t(), grad.t(), exp_avg.t(), exp_avg_sq.t()
+        return dim, rows, grad, exp_avg, exp_avg_sq
+
 
 @dataclass
 class GroupStep:
@@ -55,7 +63,8 @@ class GroupStep:
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         grads = [p.grad for p in params if p.grad is not None]
-        self._torch_adamw(params, grads, states, [s["step"] for s in states])
+        exp_avgs, exp_avg_sqs = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+        self._torch_adamw(params, grads, exp_avgs, exp_avg_sqs, [s["step"] for s in states])
 
     def projected(self, p: Tensor, grad: Tensor, state: State, index: int) -> None:
         """Choose new rows of a weight if that is due, then update the chosen rows from its full gradient."""
@@ -84,19 +93,15 @@ class GroupStep:
         begun = [item for item in every if self._begin(item)]
         shared = [item for item in begun if self._is_torch_adamw(item)]
         if shared:
-            ages = torch.tensor([float(shared_steps(item.state) - 1) for item in shared]).unbind()
-            self._torch_adamw(
-                [item.rows for item in shared],
-                [item.grad for item in shared],
-                [item.state for item in shared],
-                [age.to(item.rows.device) for age, item in zip(ages, shared, strict=True)],
-                scale=group["scale"],
-            )
+            steps = [torch.tensor(float(shared_steps(i.state) - 1), device=i.rows.device) for i in shared]
+            _, rows, grads, exp_avgs, exp_avg_sqs = map(list, zip(*(i.row_major() for i in shared), strict=True))
+            self._torch_adamw(rows, grads, exp_avgs, exp_avg_sqs, steps, scale=group["scale"])
         for item in begun:
             if not self._is_torch_adamw(item):
                 self._rowwise_adamw(item)
             if group["decay"] == "all":
-                item.layer.matrix().mul_(1 - group["lr"] * group["weight_decay"])
+                warmup = self.coefficients.warmup(item.state)
+                item.layer.matrix().mul_(1 - group["lr"] * warmup * group["weight_decay"])
             item.layer.write_back()
             if refresh_due(item.state, group):
                 carry = carry_moments(item.state, item.layer.matrix(), group)
@@ -122,18 +127,20 @@ class GroupStep:
 
     def _rowwise_adamw(self, item: ActiveRows) -> None:
         """Step rows each at its own age, or in a precision of their own."""
-        dim, rows, grad = item.layer.dim, item.rows, item.grad
-        exp_avg, exp_avg_sq = item.state["exp_avg"], item.state["exp_avg_sq"]
-        if is_column_major(rows):
-            dim, rows, grad, exp_avg, exp_avg_sq = 1 - dim, rows.t(), grad.t(), exp_avg.t(), exp_avg_sq.t()
-        arguments = dim, rows, grad, exp_avg, exp_avg_sq, self.coefficients.at(item.state)
+        arguments, coefficients = item.row_major(), self.coefficients.at(item.state)
         if self.group["fused"]:
-            compiled_step_active()(*arguments, **self._adam)
+            compiled_step_active()(*arguments, coefficients, **self._adam)
         else:
-            step_active_(*arguments, self.scratch.like(exp_avg), **self._adam)
+            step_active_(*arguments, coefficients, self.scratch.like(arguments[-1]), **self._adam)
 
     def _torch_adamw(
-        self, params: list[Tensor], grads: list[Tensor], states: list[State], steps: list[Tensor], scale: float = 1.0
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        steps: list[Tensor],
+        scale: float = 1.0,
     ) -> None:
         """AdamW by torch's own fused (CPU, CUDA) or foreach implementation; counts ``steps``."""
         if not params:
@@ -141,8 +148,8 @@ class GroupStep:
         adamw(
             params,
             grads,
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
+            exp_avgs,
+            exp_avg_sqs,
             [],
             steps,
             fused=all(map(has_fused_adamw, params)) or None,
