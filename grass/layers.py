@@ -71,6 +71,8 @@ class _CompactLinearFunction(torch.autograd.Function):
         grad_sketch = None
         if ctx.sketching:
             kept, mixed = (g, x) if ctx.dim == 0 else (x, g)
+            if kept.dtype == torch.float16:  # norms leave its range before their elements do
+                kept, mixed = kept.float(), mixed.float()
             grad_sketch = (kept.t() @ (mixed if signs is None else mixed @ signs.to(mixed.dtype))).float()
         return grad_x, None, grad_bias, grad_active.to(ctx.active_dtype), None, None, grad_sketch, None
 

@@ -75,6 +75,20 @@ def test_sketched_norms(dim: int) -> None:
         assert torch.equal(layer.active.grad, grad)
 
 
+@pytest.mark.parametrize("dim", DIMS)
+def test_norms_beyond_the_range_of_fp16(dim: int) -> None:
+    """Elements of 20,000 are finite in fp16; the norm of 64 of them is not, nor is their sum."""
+    x, grad = torch.full((1, 64), 200.0), torch.tensor([[100.0, 1.0]])
+    layer = nn.Linear(64, 2, bias=False)
+    if dim == 1:
+        x, grad, layer = grad, x, nn.Linear(2, 64, bias=False)
+    grass.compact(layer.half(), rank=1, dim=dim)
+    layer.begin_sketch(torch.ones(64, 4) / 2)
+    layer(x.half()).backward(grad.half())
+    assert layer.active.grad.isfinite().all()
+    torch.testing.assert_close(layer.end_sketch(), torch.tensor([64.0 * 20_000, 64.0 * 200]))
+
+
 def test_sketch_matrix() -> None:
     """Signs over ``sqrt(s)``; norms of sketched vectors are right on average and within ``sqrt(1 / (2 s))``."""
     width, size = 500, 32
