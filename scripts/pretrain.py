@@ -4,7 +4,7 @@ The embedded corpus (the Python standard library, as bytes) needs no download:
 
     python scripts/pretrain.py --model 1m --steps 500 --out runs/adamw --optimizer adamw --lr 3e-3
     python scripts/pretrain.py --model 1m --steps 500 --out runs/grass --optimizer grass --lr 3e-3 --rank 0.25 \
-        --dim 1 --selection multinomial_norm --update-interval 10 --state-policy bank
+        --dim 1 --selection multinomial_norm --update-interval 10 --state-policy bank --compact
 
 Stop it with Ctrl-C or SIGTERM, or lose the machine: the same command with --resume goes on from the newest checkpoint.
 
@@ -142,6 +142,7 @@ def add_optimizer_flags(add: Any) -> None:
     add("--replacement", action="store_true", help="grass: draw rows with replacement")
     add("--dim", choices=("auto", 0, 1), type=lambda text: int(text) if text.isdigit() else text, default="auto")
     add("--state-policy", choices=("reset", "keep", "bank"), default="reset", help="grass: moments at a refresh")
+    add("--compact", action="store_true", help="grass: never form full gradients; dim auto is then 1")
     add("--warmup-after-refresh", type=int, default=0, help="grass: steps of warm-up after a refresh")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from grass import GrassAdamW, param_groups
+from grass import GrassAdamW, compact, param_groups
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 """Device types on which torch has a fused AdamW."""
@@ -36,6 +36,7 @@ class OptimizerConfig:
         state_policy: what becomes of the moments at a refresh.
         warmup_after_refresh: steps of learning-rate warm-up after each refresh.
         seed: of the row selection.
+        compact: convert the model to compact mode, so that full gradients are never formed; ``dim="auto"`` is 1 there.
     """
 
     name: str = "grass"
@@ -52,6 +53,7 @@ class OptimizerConfig:
     state_policy: str = "reset"
     warmup_after_refresh: int = 0
     seed: int = 0
+    compact: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
@@ -64,6 +66,11 @@ class OptimizerConfig:
             raise ValueError(f"Invalid rank={self.rank}: must be an integer >= 1 or a fraction in (0, 1]")
         if self.update_interval < 1:
             raise ValueError(f"Invalid update_interval={self.update_interval}: must be >= 1")
+        if self.compact and (self.name != "grass" or self.replacement):
+            raise ValueError(
+                f"Invalid compact=True with name={self.name}, replacement={self.replacement}: compact mode "
+                "is grass's alone and draws without replacement"
+            )
 
     @property
     def resumable(self) -> bool:
@@ -96,19 +103,19 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 def _grass(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    groups = param_groups(
-        model,
-        config.rank,
-        update_interval=config.update_interval,
-        selection=config.selection,
-        replacement=config.replacement,
-        dim=config.dim,
-        scale=1.0 if config.scale is None else config.scale,
-        state_policy=config.state_policy,
-        warmup_after_refresh=config.warmup_after_refresh,
-        seed=config.seed,
-    )
-    return GrassAdamW(groups, **config.common)
+    options: dict[str, Any] = {
+        "update_interval": config.update_interval,
+        "selection": config.selection,
+        "replacement": config.replacement,
+        "scale": 1.0 if config.scale is None else config.scale,
+        "state_policy": config.state_policy,
+        "warmup_after_refresh": config.warmup_after_refresh,
+        "seed": config.seed,
+    }
+    if not config.compact:
+        return GrassAdamW(param_groups(model, config.rank, dim=config.dim, **options), **config.common)
+    compact(model, rank=config.rank, dim=1 if config.dim == "auto" else int(config.dim), seed=config.seed)
+    return GrassAdamW(model, **config.common, **options)
 
 
 def _galore(model: nn.Module, config: OptimizerConfig) -> Optimizer:
