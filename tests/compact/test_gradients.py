@@ -145,6 +145,17 @@ def test_columns_save_only_the_selected_inputs() -> None:
             assert saved_bytes(layer, x) == 0
 
 
+def test_without_gradients_nothing_is_gathered() -> None:
+    """Evaluation costs what the plain layer costs."""
+    with torch.profiler.profile() as plain:
+        nn.Linear(24, 40)(x := torch.randn(8, 24))
+    layer = nn.Linear(24, 40)
+    grass.compact(layer, rank=3)
+    with torch.no_grad(), torch.profiler.profile() as ours:
+        layer(x)
+    assert {e.key for e in ours.key_averages()} <= {e.key for e in plain.key_averages()}
+
+
 def test_no_tensor_of_the_full_gradients_size_is_made() -> None:
     """Every operation of backward is looked at: what has ``m n`` elements is the weight and nothing else."""
     from torch.utils._python_dispatch import TorchDispatchMode

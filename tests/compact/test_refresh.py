@@ -164,6 +164,27 @@ def test_the_gradient_of_the_refresh_step_decides(dim: int, update_interval: int
             assert optimizer.state[layer.active]["indices"].tolist() == layer.selected.tolist()
 
 
+def test_each_refresh_draws_its_own_sketch() -> None:
+    """Layers of one width share it; the next refresh and another seed have another."""
+    signs = []
+    for seed in (0, 0, 1):
+        model, optimizer = converted(rank=3, dim=0, update_interval=1, sketch_size=4, seed=0)
+        optimizer = GrassAdamW(model, update_interval=1, sketch_size=4)
+        for group in optimizer.param_groups:
+            group["seed"] = seed
+        for batch in batches(2):
+            train(model, optimizer, [batch])
+            signs.append(model.up.signs)
+    first, second, again, _, other, _ = signs
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, other)
+    twins = nn.Sequential(nn.Linear(40, 6), nn.Linear(40, 9))
+    grass.compact(twins, rank=3, dim=0)
+    GrassAdamW(twins, update_interval=1)
+    assert torch.equal(twins[0].signs, twins[1].signs)
+
+
 def test_sketch_no_smaller_than_the_gradient_is_exact() -> None:
     model, _optimizer = converted(update_interval=1, sketch_size=16)
     assert {name: layer.signs is None for name, layer in compact_layers(model).items()} == {

@@ -25,6 +25,7 @@ from tests.compact.networks import (
     batches,
     compact_layers,
     converted,
+    loss_of,
     selections,
     through_file,
     train,
@@ -110,6 +111,22 @@ def test_loading_into_itself_and_going_back() -> None:
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     assert_goes_on_alike((model, optimizer), (other, other_optimizer), data[3:])
+
+
+@pytest.mark.parametrize("back_to", [1, INTERVAL - 1])
+def test_going_back_amid_a_gathered_sketch(back_to: int) -> None:
+    """What the abandoned backward has gathered is forgotten."""
+    model, optimizer = converted(**OPTIONS)
+    data = batches(14)
+    train(model, optimizer, data[:back_to])
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, other_optimizer = copy.deepcopy((model, optimizer))
+    train(model, optimizer, data[back_to : INTERVAL - 1])
+    loss_of(model, (1e3 * data[-1][0].flip(1), data[-1][1])).backward()
+    assert all(layer.sketch.grad.any() for layer in compact_layers(model).values())
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert_goes_on_alike((model, optimizer), (other, other_optimizer), data[back_to:])
 
 
 @pytest.mark.parametrize("stop", STOPS)
