@@ -1,6 +1,6 @@
 """Train the same small model with AdamW and with Grass, and compare: `make demo`.
 
-    python scripts/demo.py            # about 3 minutes on 2 CPU cores
+    python scripts/demo.py            # about 3 minutes on 2 idle CPU cores
     python scripts/demo.py --smoke    # seconds: checks that it runs, the numbers mean nothing
 
 Both runs start from the same weights and read the same batches of the embedded corpus, the Python standard library as
@@ -21,19 +21,27 @@ from grass.training.loop import Result, TrainConfig, Trainer
 from grass.training.models import build_llama, llama_config
 from grass.training.optimizers import OptimizerConfig, build_optimizer
 
+SEED = 3
+"""Not one of those the learning rates were chosen or checked with."""
+
 METHODS = {
-    "AdamW": OptimizerConfig(name="adamw", lr=3e-3),
+    "AdamW": OptimizerConfig(name="adamw", lr=1.5e-3),
     "Grass": OptimizerConfig(
         name="grass",
-        lr=3e-3,
+        lr=6e-3,
         rank=0.25,
         dim=1,
         selection="multinomial_norm",
         update_interval=10,
         state_policy="bank",
+        seed=SEED,
     ),
 }
-"""What is compared: a row of the table and two curves each."""
+"""What is compared: a row of the table and two curves each.
+
+The learning rates are the best of six (AdamW) and five (Grass) tried with seed 0. Losses of one method differ by some
+hundredths from seed to seed, so a single run does not rank methods that are closer than that.
+"""
 
 
 def main() -> None:
@@ -43,7 +51,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a few steps on a few tokens")
     args = parser.parse_args()
     steps = 4 if args.smoke else args.steps
-    data_config = DataConfig(seq_len=32 if args.smoke else 256, eval_blocks=4 if args.smoke else 128)
+    data_config = DataConfig(seed=SEED, seq_len=32 if args.smoke else 256, eval_blocks=4 if args.smoke else 128)
     shutil.rmtree(args.out, ignore_errors=True)
     results = {}
     for method, optimizer_config in METHODS.items():
@@ -52,7 +60,7 @@ def main() -> None:
             out=args.out / method.lower(), steps=steps, warmup=steps // 10, eval_every=max(1, steps // 14)
         )
         results[method] = run(optimizer_config, data_config, config)
-    print(f"\n{table(results).to_string()}\n")
+    print(f"\n{table(results, args.out).to_string()}\n")
     print("Gradient bytes: in dense mode, which this is, autograd still forms every gradient at full size.")
     print(f"Loss curves: {plot(args.out)}")
 
@@ -60,16 +68,17 @@ def main() -> None:
 def run(optimizer_config: OptimizerConfig, data_config: DataConfig, config: TrainConfig) -> Result:
     """Train the model from the same start, on the same batches, whatever the optimizer."""
     data = load_data(data_config)
-    model = build_llama(llama_config("1m", vocab_size=data.vocab_size, max_seq_len=data_config.seq_len))
+    config_1m = llama_config("1m", vocab_size=data.vocab_size, max_seq_len=data_config.seq_len)
+    model = build_llama(config_1m, seed=SEED)
     return Trainer(model, build_optimizer(model, optimizer_config), data, config).run()
 
 
-def table(results: dict[str, Result]) -> pd.DataFrame:
-    """One row per method."""
+def table(results: dict[str, Result], out: Path) -> pd.DataFrame:
+    """One row per method; tokens/s of the median step, which other work on the machine disturbs least."""
     rows = {
         method: {
             "eval loss": f"{result.eval_loss:.3f}",
-            "tokens/s": f"{result.tokens_per_second:,.0f}",
+            "tokens/s": f"{read_log(out, method)['tokens_per_second'].median():,.0f}",
             "state bytes": f"{result.state_bytes.device:,}",
             "host bank bytes": f"{result.state_bytes.host:,}",
             "gradient bytes": f"{result.gradient_bytes:,}",
@@ -79,6 +88,10 @@ def table(results: dict[str, Result]) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
+def read_log(out: Path, method: str) -> pd.DataFrame:
+    return pd.read_csv(out / method.lower() / "metrics.csv", index_col="step")
+
+
 def plot(out: Path) -> Path:
     """Draw smoothed training losses and evaluation losses of all methods."""
     mpl.use("Agg")
@@ -86,7 +99,7 @@ def plot(out: Path) -> Path:
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for method in METHODS:
-        log = pd.read_csv(out / method.lower() / "metrics.csv", index_col="step")
+        log = read_log(out, method)
         (line,) = axes.plot(log["loss"].ewm(span=25).mean(), alpha=0.5, label=f"{method}, training (smoothed)")
         held_out = log["eval_loss"].dropna()
         axes.plot(held_out, "o-", color=line.get_color(), label=f"{method}, held out ({held_out.iloc[-1]:.3f})")
