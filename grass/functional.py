@@ -12,9 +12,7 @@ count ``t`` (Muhamed et al., 2024, Algorithm 1, with the bias correction and dec
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,18 +217,6 @@ def step_active_(
         active.mul_(c.shrink).sub_(update)
     else:
         active.copy_(active.to(update.dtype).mul_(c.shrink).sub_(update))
-
-
-@functools.cache
-def compiled_project_and_step() -> Callable[..., None]:
-    """:func:`project_and_step_` compiled to one pass over the chosen rows, for all shapes alike."""
-    return torch.compile(project_and_step_, dynamic=True)
-
-
-@functools.cache
-def compiled_step_active() -> Callable[..., None]:
-    """:func:`step_active_` compiled to one pass."""
-    return torch.compile(step_active_, dynamic=True)
 
 
 def _bias_correction(steps: Tensor, beta: float) -> Tensor:

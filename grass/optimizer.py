@@ -58,8 +58,8 @@ class GrassAdamW(Optimizer):
         refresh: how compact mode learns the norms for a selection: ``"sketch"``, from a Johnson-Lindenstrauss sketch of
             the gradient, or ``"exact"``, from the full gradient of that one step.
         sketch_size: columns of the sketch.
-        fused: update projected weights in one compiled pass each (``torch.compile``; on CPU it needs a C++ compiler and
-            some seconds per distinct shape on the first step).
+        fused: step float32 weights on the CPU with a kernel that reads and writes every chosen row once; it is compiled
+            on first use and needs a C++ compiler. Elsewhere it changes nothing.
 
     Errors:
         ``ValueError`` for values out of range, including a rank beyond the selected dimension, when the group is added;

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from grass import cpu_kernel
 from grass.active import adopt, arm, choose_rows
 from grass.functional import (
     ScratchPool,
-    compiled_project_and_step,
-    compiled_step_active,
     decay_all_,
     project_and_step_,
     step_active_,
@@ -21,7 +20,7 @@ from grass.functional import (
 from grass.hyperparameters import as_matrix, resolve_dim, resolve_rank
 from grass.layers import CompactLayer
 from grass.moments import State, moment_dtype, shared_steps
-from grass.projector import is_column_major
+from grass.projector import Projector, is_column_major
 from grass.refresh import GroupCoefficients, carry_moments, current_projector, refresh, refresh_due
 
 
@@ -79,9 +78,10 @@ class GroupStep:
         coefficients = self.coefficients.at(state)
         if group["decay"] == "all":
             coefficients = decay_all_(weight, coefficients)
-        arguments = weight, current_projector(state), grad, state["exp_avg"], state["exp_avg_sq"], coefficients
-        if group["fused"]:
-            compiled_project_and_step()(*arguments, **self._adam)
+        projector = current_projector(state)
+        arguments = weight, projector, grad, state["exp_avg"], state["exp_avg_sq"], coefficients
+        if group["fused"] and cpu_kernel.can_step(weight, grad, state["exp_avg"], projector):
+            cpu_kernel.step_(*arguments, **self._adam)
         else:
             project_and_step_(*arguments, self.scratch.like(state["exp_avg"]), **self._adam)
         if weight.data_ptr() != p.data_ptr():  # a copy: channels_last
@@ -91,18 +91,21 @@ class GroupStep:
         """Update active rows, write them back, choose new ones where that is due."""
         group = self.group
         begun = [item for item in every if self._begin(item)]
-        shared = [item for item in begun if self._is_torch_adamw(item)]
+        if group["decay"] == "all":
+            for item in begun:
+                warmup = self.coefficients.warmup(item.state)
+                item.layer.matrix().mul_(1 - group["lr"] * warmup * group["weight_decay"])
+        rest = [item for item in begun if not (group["fused"] and self._kernel_step(item))]
+        shared = [item for item in rest if self._is_torch_adamw(item)]
         if shared:
             steps = [torch.tensor(float(shared_steps(i.state) - 1), device=i.rows.device) for i in shared]
             _, rows, grads, exp_avgs, exp_avg_sqs = map(list, zip(*(i.row_major() for i in shared), strict=True))
             self._torch_adamw(rows, grads, exp_avgs, exp_avg_sqs, steps, scale=group["scale"])
-        for item in begun:
+        for item in rest:
             if not self._is_torch_adamw(item):
                 self._rowwise_adamw(item)
-            if group["decay"] == "all":
-                warmup = self.coefficients.warmup(item.state)
-                item.layer.matrix().mul_(1 - group["lr"] * warmup * group["weight_decay"])
             item.layer.write_back()
+        for item in begun:
             if refresh_due(item.state, group):
                 carry = carry_moments(item.state, item.layer.matrix(), group)
                 choose_rows(item.layer, item.state, carry, group, item.index)
@@ -128,10 +131,18 @@ class GroupStep:
     def _rowwise_adamw(self, item: ActiveRows) -> None:
         """Step rows each at its own age, or in a precision of their own."""
         arguments, coefficients = item.row_major(), self.coefficients.at(item.state)
-        if self.group["fused"]:
-            compiled_step_active()(*arguments, coefficients, **self._adam)
-        else:
-            step_active_(*arguments, coefficients, self.scratch.like(arguments[-1]), **self._adam)
+        step_active_(*arguments, coefficients, self.scratch.like(arguments[-1]), **self._adam)
+
+    def _kernel_step(self, item: ActiveRows) -> bool:
+        """Step rows and write them back in one pass, where the CPU kernel can."""
+        dim, rows, grad, exp_avg, exp_avg_sq = item.row_major()
+        weight = item.layer.matrix().t() if is_column_major(item.rows) else item.layer.matrix()
+        projector = Projector(item.layer.selected, None, dim)
+        if dim != 0 or not rows.is_contiguous() or not cpu_kernel.can_step(weight, grad, exp_avg, projector):
+            return False
+        coefficients = self.coefficients.at(item.state)
+        cpu_kernel.step_(weight, projector, grad, exp_avg, exp_avg_sq, coefficients, rows, **self._adam)
+        return True
 
     def _torch_adamw(
         self,

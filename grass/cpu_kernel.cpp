@@ -1,0 +1,77 @@
+// One pass over the chosen rows of a float32 weight: moments, bias correction, decay, update, write-back.
+// Formulas in functional.py. Rows are contiguous for dim 0; for dim 1 the "rows" are columns of row-major matrices.
+
+#include <cmath>
+#include <cstdint>
+
+namespace {
+
+struct Adam {
+    const float* step_size;    // per chosen row, or one for all (stride 0)
+    const float* denominator;
+    int64_t stride;
+    float shrink, complement1, beta2, complement2, eps, sign;  // complements: 1 - beta, rounded once
+};
+
+// New value of one weight element; updates its moments.
+inline float stepped(float w, float g, float& m, float& v, float step_size, float denominator, const Adam& a) {
+    g *= a.sign;
+    m += (g - m) * a.complement1;
+    v = v * a.beta2 + g * g * a.complement2;
+    return w * a.shrink - step_size * (m / (std::sqrt(v) / denominator + a.eps));
+}
+
+}  // namespace
+
+extern "C" {
+
+// Rows: weight and grad (., n), moments (r, n); `rows` (r, n) holds the values in compact mode, null in dense mode.
+void step_rows(float* weight, const float* grad, float* rows, float* exp_avg, float* exp_avg_sq, const int64_t* indices,
+               int64_t r, int64_t n, const float* step_size, const float* denominator, int64_t stride, float shrink,
+               float complement1, float beta2, float complement2, float eps, float sign, int threads) {
+    const Adam a{step_size, denominator, stride, shrink, complement1, beta2, complement2, eps, sign};
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t k = 0; k < r; ++k) {
+        float* w = weight + indices[k] * n;
+        const float* g = grad + (rows ? k : indices[k]) * n;
+        float* value = rows ? rows + k * n : w;
+        float* m = exp_avg + k * n;
+        float* v = exp_avg_sq + k * n;
+        const float s = step_size[k * stride], d = denominator[k * stride];
+        const int64_t ahead = k + 1 < r ? (indices[k + 1] - indices[k]) * n : 0;
+        for (int64_t from = 0; from < n; from += 16) {  // a cache line at a time, fetching that of the next row
+            const int64_t to = from + 16 < n ? from + 16 : n;
+            __builtin_prefetch(w + ahead + from, 1);
+            if (!rows) __builtin_prefetch(g + ahead + from, 0);
+#pragma omp simd
+            for (int64_t j = from; j < to; ++j) {
+                value[j] = stepped(value[j], g[j], m[j], v[j], s, d, a);
+            }
+            if (rows) {
+#pragma omp simd
+                for (int64_t j = from; j < to; ++j) w[j] = value[j];
+            }
+        }
+    }
+}
+
+// Columns: weight and grad (m, n), moments (m, r).
+void step_columns(float* weight, const float* grad, float* exp_avg, float* exp_avg_sq, const int64_t* indices, int64_t m,
+                  int64_t n, int64_t r, const float* step_size, const float* denominator, int64_t stride, float shrink,
+                  float complement1, float beta2, float complement2, float eps, float sign, int threads) {
+    const Adam a{step_size, denominator, stride, shrink, complement1, beta2, complement2, eps, sign};
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < m; ++i) {
+        float* w = weight + i * n;
+        const float* g = grad + i * n;
+        float* first = exp_avg + i * r;
+        float* second = exp_avg_sq + i * r;
+#pragma omp simd
+        for (int64_t k = 0; k < r; ++k) {
+            const int64_t j = indices[k];
+            w[j] = stepped(w[j], g[j], first[k], second[k], step_size[k * stride], denominator[k * stride], a);
+        }
+    }
+}
+
+}  // extern "C"
