@@ -3,6 +3,9 @@
 
 #include <cmath>
 #include <cstdint>
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -19,6 +22,17 @@ inline float stepped(float w, float g, float& m, float& v, float step_size, floa
     m += (g - m) * a.complement1;
     v = v * a.beta2 + g * g * a.complement2;
     return w * a.shrink - step_size * (m / (std::sqrt(v) / denominator + a.eps));
+}
+
+// Copies up to a cache line; a whole one past the cache, which saves reading what will be overwritten.
+inline void write_line(float* to, const float* from, int64_t count) {
+#ifdef __SSE2__
+    if (count == 16 && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
+        for (int64_t j = 0; j < 16; j += 4) _mm_stream_ps(to + j, _mm_loadu_ps(from + j));
+        return;
+    }
+#endif
+    for (int64_t j = 0; j < count; ++j) to[j] = from[j];
 }
 
 }  // namespace
@@ -41,17 +55,19 @@ void step_rows(float* weight, const float* grad, float* rows, float* exp_avg, fl
         const int64_t ahead = k + 1 < r ? (indices[k + 1] - indices[k]) * n : 0;
         for (int64_t from = 0; from < n; from += 16) {  // a cache line at a time, fetching that of the next row
             const int64_t to = from + 16 < n ? from + 16 : n;
-            __builtin_prefetch(w + ahead + from, 1);
-            if (!rows) __builtin_prefetch(g + ahead + from, 0);
+            if (!rows) {
+                __builtin_prefetch(w + ahead + from, 1);
+                __builtin_prefetch(g + ahead + from, 0);
+            }
 #pragma omp simd
             for (int64_t j = from; j < to; ++j) {
                 value[j] = stepped(value[j], g[j], m[j], v[j], s, d, a);
             }
-            if (rows) {
-#pragma omp simd
-                for (int64_t j = from; j < to; ++j) w[j] = value[j];
-            }
+            if (rows) write_line(w + from, value + from, to - from);
         }
+#ifdef __SSE2__
+        _mm_sfence();  // what went past the cache is in memory before the row counts as done
+#endif
     }
 }
 

@@ -24,7 +24,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from grass import GrassAdamW
+from grass import GrassAdamW, compact
 from grass.memory import state_bytes
 from grass.training.models import LLAMA_SHAPES
 
@@ -40,12 +40,14 @@ class Contestant:
         optimizer: with parameters and gradients in place.
         trained: share of the elements of each weight that its ordinary step updates.
         refresh: one step that chooses a new projection, where the method has any.
+        model: what the parameters belong to, where the optimizer needs it alive.
     """
 
     name: str
     optimizer: torch.optim.Optimizer
     trained: float
     refresh: Callable[[], object] | None = None
+    model: nn.Module | None = None
 
 
 def llama_matrices(size: str) -> list[tuple[int, int]]:
@@ -83,6 +85,10 @@ def contestants(shapes: list[tuple[int, int]], fraction: float, only: list[str])
         if wanted(name):
             optimizer = GrassAdamW(params(), rank=fraction, update_interval=NEVER, **options)
             yield Contestant(name, optimizer, fraction, lambda o=optimizer: grass_refresh(o))
+    for dim in (0, 1):
+        if wanted(name := f"grass compact dim={dim} fused"):
+            model = nn.ModuleList([nn.Linear(n, m, bias=False) for m, n in shapes])
+            yield Contestant(name, compact_optimizer(model, fraction, dim), fraction, model=model)
     rank = int(min(shapes[0]) * fraction)
     if wanted("galore"):
         from galore_torch import GaLoreAdamW
@@ -95,6 +101,16 @@ def contestants(shapes: list[tuple[int, int]], fraction: float, only: list[str])
         group = {"params": params(), "rank": rank, "update_proj_gap": NEVER, "scale": 1.0, "proj_type": "std"}
         group |= {"proj": "random", "scale_type": "channel"}
         yield Contestant("apollo", peer := APOLLOAdamW([group]), 1.0, peer.step)
+
+
+def compact_optimizer(model: nn.Module, fraction: float, dim: int) -> GrassAdamW:
+    """Grass over converted layers, whose step includes the write-back; their refresh is measured by train_step.py."""
+    compact(model, rank=fraction, dim=dim)
+    optimizer = GrassAdamW(model, update_interval=NEVER, fused=True)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn_like(p) * 1e-3
+    return optimizer
 
 
 def grass_refresh(optimizer: GrassAdamW) -> None:
