@@ -1,5 +1,7 @@
 """The one-pass CPU kernel against its torch twin."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -8,11 +10,13 @@ from grass import cpu_kernel
 from grass.functional import StepCoefficients, project_and_step_
 from grass.projector import Projector
 
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
 HYPER = {"betas": (0.9, 0.999), "eps": 1e-8}
 # float32: both round each operation once, in another order; the compiler may fuse multiply and add
 CLOSE = {"rtol": 2e-6, "atol": 1e-7}
 
 
+@needs_compiler
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("per_row", [False, True], ids=["one-age", "row-ages"])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
@@ -32,6 +36,7 @@ def test_dense_step(shape: tuple[int, int], dim: int, per_row: bool, maximize: b
         torch.testing.assert_close(our, twin, **CLOSE)
 
 
+@needs_compiler
 @pytest.mark.parametrize("policy", ["reset", "keep", "bank"])
 @pytest.mark.parametrize("decay", ["selected", "all"])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
@@ -75,6 +80,7 @@ def test_says_that_there_is_no_compiler(monkeypatch) -> None:
         cpu_kernel.library.__wrapped__()
 
 
+@needs_compiler
 def test_says_why_the_compiler_failed(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cpu_kernel, "FLAGS", ("-no-such-flag",))

@@ -21,6 +21,7 @@ RUNS = {
     "reset": (*GRASS, "--state-policy", "reset", "--warmup-after-refresh", "3"),
     "keep": (*GRASS, *SAMPLED, "--state-policy", "keep", "--replacement"),
     "bank": (*GRASS, *SAMPLED, "--state-policy", "bank"),
+    "compact": (*GRASS, *SAMPLED, "--state-policy", "keep", "--compact"),
     "bank-bf16": (*GRASS, *SAMPLED, "--state-policy", "bank", "--dtype", "bf16", "--accumulate", "2"),
 }
 
