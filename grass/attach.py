@@ -141,6 +141,7 @@ class Attachment:
                     value.zero_()
                 else:
                     kept, source = source_rows(old, new, layer.matrix().shape[new.dim])
-                    rows_state[key] = value.index_select(new.dim, source) * new.along(kept).to(value.dtype)
+                    rows = Projector(source, None, new.dim).gather(value)
+                    rows_state[key] = torch.where(new.along(kept), rows, 0.0)
 
         return carry

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from grass.moments import source_rows
-from grass.projector import Projector
+from grass.projector import Projector, select_columns
 
 LAYERS: weakref.WeakSet[CompactLayer] = weakref.WeakSet()
 """Every converted layer alive: an optimizer that was given parameters alone finds their layers here."""
@@ -52,7 +52,7 @@ class _CompactLinearFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.dim, ctx.active_dtype = dim, active.dtype
         narrow = dim == 1 and sketch is None
-        saved = x.index_select(-1, selected) if narrow else x
+        saved = select_columns(x, selected) if narrow else x
         ctx.narrow, ctx.sketching = narrow, sketch is not None
         ctx.save_for_backward(saved, weight, selected, signs)
         return F.linear(x, weight, bias)
@@ -65,9 +65,9 @@ class _CompactLinearFunction(torch.autograd.Function):
         g, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_bias = g.sum(0) if ctx.needs_input_grad[2] else None
         if ctx.dim == 0:
-            grad_active = g.index_select(1, selected).t() @ x
+            grad_active = select_columns(g, selected).t() @ x
         else:
-            grad_active = ((x if ctx.narrow else x.index_select(1, selected)).t() @ g).t()  # in the layout of active
+            grad_active = ((x if ctx.narrow else select_columns(x, selected)).t() @ g).t()  # in the layout of active
         grad_sketch = None
         if ctx.sketching:
             kept, mixed = (g, x) if ctx.dim == 0 else (x, g)
