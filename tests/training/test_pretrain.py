@@ -1,3 +1,4 @@
+import re
 import runpy
 import subprocess
 import sys
@@ -141,7 +142,10 @@ def test_demo_smoke(tmp_path):
     demo = Path(PRETRAIN).with_name("demo.py")
     command = [sys.executable, str(demo), "--smoke", "--out", str(tmp_path / "demo")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("AdamW ", "Grass "))]
-    assert [row[0] for row in rows] == ["AdamW", "Grass"]
-    assert int(rows[1][3].replace(",", "")) < 0.5 * int(rows[0][3].replace(",", ""))
+    number = r"([\d.,]+)"
+    rows = re.findall(rf"^(AdamW|Grass|Grass compact) +{' +'.join([number] * 5)}$", done.stdout, flags=re.MULTILINE)
+    assert [row[0] for row in rows] == ["AdamW", "Grass", "Grass compact"]
+    state, gradients = ([int(row[column].replace(",", "")) for row in rows] for column in (3, 5))
+    assert max(state[1:]) < 0.5 * state[0]
+    assert gradients[0] == gradients[1] > 2 * gradients[2]
     assert (tmp_path / "demo" / "loss.png").read_bytes().startswith(b"\x89PNG")
