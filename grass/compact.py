@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from grass.groups import Targets, matched_modules
-from grass.hyperparameters import resolve_rank
+from grass.hyperparameters import check_value, resolve_rank
 from grass.layers import LAYERS, CompactLayer, compact_class
 from grass.projector import Projector
 from grass.selection import select_rows, selection_generator
@@ -62,8 +62,11 @@ def compact(
         ValueError: nothing matches or nothing can be converted; a rank beyond a dimension; a layer was converted before
             with another rank or dim. The model is then as it was.
     """
-    if dim not in (0, 1):
-        raise ValueError(f"Invalid {dim=}: must be 0 (rows) or 1 (columns)")
+    check_value("rank", rank)
+    if rank is None or dim not in (0, 1):
+        raise ValueError(
+            f"Invalid {rank=} or {dim=}: compact mode needs a rank, and dim must be 0 (rows) or 1 (columns)"
+        )
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"Invalid {dtype=}: must be a floating-point type, or None for the weight's own")
     layers = {name: model.get_submodule(name) for name in matched_modules(model, targets, exclude)}

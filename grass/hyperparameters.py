@@ -26,10 +26,16 @@ def validate_group(group: dict[str, Any]) -> None:
 
 def validate(values: dict[str, Any]) -> None:
     """Check those of a group's values that are there, apart from its tensors."""
-    for name, (holds, allowed) in _RANGES.items():
-        if name in values and not holds(values[name]):
-            raise ValueError(f"Invalid {name}={values[name]!r}: must be {allowed}")
+    for name in _RANGES.keys() & values.keys():
+        check_value(name, values[name])
     check_rule(values["selection"], values["replacement"])
+
+
+def check_value(name: str, value: Any) -> None:
+    """Raise ``ValueError`` unless ``value`` is in the range of the hyperparameter ``name``."""
+    holds, allowed = _RANGES[name]
+    if not holds(value):
+        raise ValueError(f"Invalid {name}={value!r}: must be {allowed}")
 
 
 def resolve_dim(dim: int | str, weight: Tensor) -> int:

@@ -163,7 +163,8 @@ class GrassAdamW(Optimizer):
         bypasses it.
 
         Raises:
-            ValueError: active rows were saved with another rank or dim than their layer has.
+            ValueError: active rows were saved with another rank or dim than their layer has, or the state is that of
+                another optimizer or mode.
         """
         exact: dict[int, State] = {}
         before = self.register_load_state_dict_pre_hook(lambda _, loading: self._begin_load(loading, exact))
@@ -188,8 +189,16 @@ class GrassAdamW(Optimizer):
 
     def _begin_load(self, loading: dict[str, Any], exact: dict[int, State]) -> dict[str, Any]:
         bare, layers = _take_projected(loading, exact), layers_by_parameter()
-        for position, p in enumerate(self._parameters()):
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        keys = [key for group in loading["param_groups"] for key in group["params"]]
+        for position, (p, group, key) in enumerate(zip(self._parameters(), groups, keys, strict=False)):
             layer, state = layers.get(id(p)), exact.get(position)
+            selects = layer is not None or is_projected(p, group)
+            if loading["state"].get(key) and selects != (state is not None):
+                raise ValueError(
+                    f"State of parameter {key} of shape {tuple(p.shape)} is that of plain AdamW or of other rows: "
+                    "optimizer state does not carry over between AdamW, dense and compact mode; load the model alone"
+                )
             if layer and state and (state["indices"].shape, state["dim"]) != (layer.selected.shape, layer.dim):
                 raise ValueError(
                     f"State of active rows with rank={len(state['indices'])}, dim={state['dim']} for a layer "

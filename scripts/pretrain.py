@@ -1,4 +1,4 @@
-"""Pretrain a LLaMA from scratch.
+r"""Pretrain a LLaMA from scratch.
 
 The embedded corpus (the Python standard library, as bytes) needs no download:
 
@@ -31,7 +31,7 @@ import torch
 
 from grass.training.checkpoint import CheckpointStore, export_model
 from grass.training.data import DataConfig, load_data
-from grass.training.loop import TrainConfig, Trainer
+from grass.training.loop import Result, TrainConfig, Trainer
 from grass.training.models import LLAMA_SHAPES, build_llama, llama_config
 from grass.training.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer
 
@@ -43,26 +43,33 @@ def main(argv: list[str] | None = None) -> None:
     parser = argument_parser()
     args = parser.parse_args(argv)
     try:
-        train_config = from_flags(TrainConfig, args, autocast=args.dtype == "autocast")
+        warmup = min(100, args.steps // 10) if args.warmup is None else args.warmup
+        train_config = from_flags(TrainConfig, args, autocast=args.dtype == "autocast", warmup=warmup)
         data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None)
         optimizer_config = from_flags(OptimizerConfig, args, name=args.optimizer)
         checkpoints = checkpoint_store(args, optimizer_config)
+        data = load_data(data_config)
+        config = llama_config(args.model, vocab_size=data.vocab_size, max_seq_len=args.seq_len)
+        dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+        model = build_llama(config, seed=args.seed, dtype=dtype).to(torch.device(device_name(args.device)))
+        optimizer = build_optimizer(model, optimizer_config)
+        settings = {name: value for name, value in vars(args).items() if name not in CHANGEABLE}
+        trainer = Trainer(model, optimizer, data, train_config, checkpoints, settings)
+        if args.resume and trainer.resume():
+            print(f"Resumed at step {trainer.step}")
     except ValueError as error:
         parser.error(str(error))
-    data = load_data(data_config)
-    config = llama_config(args.model, vocab_size=data.vocab_size, max_seq_len=args.seq_len)
-    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    model = build_llama(config, seed=args.seed, dtype=dtype).to(torch.device(device_name(args.device)))
-    optimizer = build_optimizer(model, optimizer_config)
-    settings = {name: value for name, value in vars(args).items() if name not in CHANGEABLE}
-    trainer = Trainer(model, optimizer, data, train_config, checkpoints, settings)
-    if args.resume and trainer.resume():
-        print(f"Resumed at step {trainer.step}")
-    result = trainer.run()
-    for name, value in result._asdict().items():
-        print(f"{name}: {value}")
-    if result.step == args.steps:
+    report(trainer.run(), args)
+    if trainer.step == args.steps:
         export_model(model, args.out / "model")
+
+
+def report(result: Result, args: argparse.Namespace) -> None:
+    if result.step < args.steps:
+        print(f"Stopped at step {result.step} of {args.steps}: the same command with --resume goes on from there")
+    else:
+        print(f"eval loss {result.eval_loss:.4f}, {result.tokens_per_second:,.0f} tokens/s")
+        print(f"state {result.state_bytes.device:,} bytes, on the host {result.state_bytes.host:,}")
 
 
 def checkpoint_store(args: argparse.Namespace, optimizer: OptimizerConfig) -> CheckpointStore | None:
@@ -89,12 +96,16 @@ def from_flags(cls: type[Any], args: argparse.Namespace, **others: Any) -> Any:
     return cls(**{name: getattr(args, name) for name in names} | others)
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The docstring as it is, and the default of every flag that has one."""
+
+
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument_group("run").add_argument
     add("--out", type=Path, required=True, help="directory of the run")
     add("--resume", action="store_true", help="go on from the newest complete checkpoint in --out, if there is one")
-    add("--model", choices=LLAMA_SHAPES, default="1m")
+    add("--model", choices=LLAMA_SHAPES, default="1m", help="size")
     add("--seed", type=int, default=0, help="of the initial weights, the order of the data and the row selection")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--dtype", choices=("fp32", "bf16", "autocast"), default="fp32", help="bf16: also the weights")
@@ -105,42 +116,52 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def add_training_flags(add: Any) -> None:
-    add("--steps", type=int, default=1000)
-    add("--warmup", type=int, default=100, help="steps of learning-rate warm-up; a cosine to a tenth follows")
+    add("--steps", type=int, default=1000, help="optimizer steps")
+    add(
+        "--warmup",
+        type=int,
+        help="steps of warm-up, before a cosine to a tenth; default: a tenth of the run, up to 100",
+    )
     add("--accumulate", type=int, default=1, help="batches per step")
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0 is off")
-    add("--eval-every", type=int, default=100)
-    add("--log-every", type=int, default=10)
+    add("--eval-every", type=int, default=100, help="steps between evaluations")
+    add("--log-every", type=int, default=10, help="steps between logged rows")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 saves only on a stop and at the end")
     add("--keep", type=int, default=2, help="checkpoints to keep")
 
 
 def add_data_flags(add: Any) -> None:
-    add("--batch-size", type=int, default=8)
-    add("--seq-len", type=int, default=256)
+    add("--batch-size", type=int, default=8, help="sequences per batch")
+    add("--seq-len", type=int, default=256, help="tokens per sequence")
     add("--eval-blocks", type=int, default=64, help="held-out sequences to evaluate on")
     add("--tokenizer", help="name or directory for AutoTokenizer; bytes if not given")
     add("--text-files", nargs="+", default=(), metavar="GLOB", help="5%% of the files are held out, or --eval-files")
     add("--eval-files", nargs="+", default=(), metavar="GLOB")
     add("--dataset", help="on the Hugging Face hub, or json, text, parquet, ... with --data-files; read as a stream")
     add("--subset", help="configuration of the dataset")
-    add("--split", default="train")
-    add("--eval-split", default="validation")
+    add("--split", default="train", help="training split")
+    add("--eval-split", default="validation", help="held-out split")
     add("--data-files", nargs="+", type=split_and_path, default=(), metavar="SPLIT=GLOB")
-    add("--text-column", default="text")
+    add("--text-column", default="text", help="column that holds the text")
 
 
 def add_optimizer_flags(add: Any) -> None:
-    add("--optimizer", choices=OPTIMIZERS, default="grass")
-    add("--lr", type=float, default=1e-3)
-    add("--weight-decay", type=float, default=0.0)
-    add("--betas", type=float, nargs=2, default=(0.9, 0.999))
+    add("--optimizer", choices=OPTIMIZERS, default="grass", help="which")
+    add("--lr", type=float, default=1e-3, help="peak learning rate")
+    add("--weight-decay", type=float, default=0.0, help="decoupled")
+    add("--betas", type=float, nargs=2, default=(0.9, 0.999), help="decay rates of the moments")
     add("--rank", type=number, default=0.25, help="an integer, or a fraction of the dimension")
     add("--update-interval", type=int, default=200, help="steps between changes of the projection")
     add("--scale", type=float, help="of the projected weights' update; default: 1, galore 0.25")
     add("--selection", default="top_r", help="grass: top_r, multinomial_norm, multinomial_norm_sq, uniform")
     add("--replacement", action="store_true", help="grass: draw rows with replacement")
-    add("--dim", choices=("auto", 0, 1), type=lambda text: int(text) if text.isdigit() else text, default="auto")
+    add(
+        "--dim",
+        choices=("auto", 0, 1),
+        type=lambda text: int(text) if text.isdigit() else text,
+        default="auto",
+        help="grass: rows (0), columns (1), or the smaller dimension",
+    )
     add("--state-policy", choices=("reset", "keep", "bank"), default="reset", help="grass: moments at a refresh")
     add("--compact", action="store_true", help="grass: never form full gradients; dim auto is then 1")
     add("--warmup-after-refresh", type=int, default=0, help="grass: steps of warm-up after a refresh")

@@ -222,3 +222,15 @@ def test_from_channels_last_to_contiguous(dim: int) -> None:
     run(optimizer, ours, gradients[3:])
     run(other, theirs, gradients[3:])
     torch.testing.assert_close(theirs[0], ours[0].contiguous(), rtol=1e-5, atol=1e-6)  # fp32, three steps
+
+
+@pytest.mark.parametrize("rank", [None, 3], ids=["into AdamW", "into Grass"])
+def test_state_of_another_mode_is_refused(rank: int | None) -> None:
+    weight = Parameter(torch.randn(6, 4))
+    weight.grad = torch.randn_like(weight)
+    saved = GrassAdamW([weight], rank=3 if rank is None else None)
+    saved.step()
+    with pytest.raises(ValueError, match="does not carry over"):
+        GrassAdamW([weight], rank=rank).load_state_dict(
+            {**saved.state_dict(), "param_groups": GrassAdamW([weight], rank=rank).state_dict()["param_groups"]}
+        )

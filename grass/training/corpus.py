@@ -66,7 +66,8 @@ def split_by_file(documents: Sequence[Document], held_out: float = 0.05) -> tupl
     """
     if len(documents) < 2:
         raise ValueError(
-            f"Cannot split {len(documents)} file(s) by file: at least 2 are needed, or separate eval files"
+            f"Cannot hold out one of {len(documents)} file(s) of different contents: at least 2 are needed, or "
+            "--eval-files"
         )
     ranked = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
     names = {document.name for document in ranked[: max(1, round(held_out * len(ranked)))]}

@@ -50,7 +50,7 @@ def test_two_files_can_be_split_and_one_cannot():
     a, b = Document("a", "text a"), Document("b", "text b")
     train, held_out = split_by_file([a, b])
     assert len(train) == len(held_out) == 1
-    with pytest.raises(ValueError, match="Cannot split 1 file"):
+    with pytest.raises(ValueError, match="Cannot hold out one of 1 file"):
         split_by_file([a])
 
 
