@@ -138,9 +138,9 @@ def _convertible(name: str, layer: Any) -> bool:
 def _checked_rank(name: str, layer: nn.Module, rank: int | float, dim: int) -> int:
     cls: Any = type(layer) if isinstance(layer, CompactLayer) else compact_class(layer)
     size = cls.matrix(layer).shape[dim]
-    if not (0 < rank <= 1 if isinstance(rank, float) else 1 <= rank <= size):
-        raise ValueError(f"Invalid {rank=}: must be a fraction in (0, 1] or an integer up to {size} ({name}, {dim=})")
     resolved = resolve_rank(rank, size)
+    if resolved > size:
+        raise ValueError(f"Invalid {rank=}: must be a fraction in (0, 1] or an integer up to {size} ({name}, {dim=})")
     if isinstance(layer, CompactLayer) and (layer.selected.numel(), layer.dim) != (resolved, dim):
         raise ValueError(
             f"{name} was converted with rank={layer.selected.numel()}, dim={layer.dim}, not rank={resolved}, {dim=}; "

@@ -26,8 +26,9 @@ def validate_group(group: dict[str, Any]) -> None:
 
 def validate(values: dict[str, Any]) -> None:
     """Check those of a group's values that are there, apart from its tensors."""
-    for name in _RANGES.keys() & values.keys():
-        check_value(name, values[name])
+    for name in _RANGES:  # in this order, whichever of several wrong values is named
+        if name in values:
+            check_value(name, values[name])
     check_rule(values["selection"], values["replacement"])
 
 

@@ -188,9 +188,9 @@ class GrassAdamW(Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _begin_load(self, loading: dict[str, Any], exact: dict[int, State]) -> dict[str, Any]:
-        bare, layers = _take_projected(loading, exact), layers_by_parameter()
-        groups = [group for group in self.param_groups for _ in group["params"]]
         keys = [key for group in loading["param_groups"] for key in group["params"]]
+        bare, layers = _take_projected(loading, keys, exact), layers_by_parameter()
+        groups = [group for group in self.param_groups for _ in group["params"]]
         for position, (p, group, key) in enumerate(zip(self._parameters(), groups, keys, strict=False)):
             layer, state = layers.get(id(p)), exact.get(position)
             selects = layer is not None or is_projected(p, group)
@@ -236,9 +236,8 @@ class GrassAdamW(Optimizer):
                     )
 
 
-def _take_projected(state_dict: dict[str, Any], taken: dict[int, State]) -> dict[str, Any]:
+def _take_projected(state_dict: dict[str, Any], keys: list[int], taken: dict[int, State]) -> dict[str, Any]:
     """Move the state of projected weights from a state dict, shallowly copied, to ``taken``, keyed by position."""
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     states = state_dict["state"]
     taken.update((i, states[key]) for i, key in enumerate(keys) if "indices" in states.get(key, ()))
     bare = {key: {} if "indices" in state else state for key, state in states.items()}

@@ -83,7 +83,7 @@ class Projector:
 
 
 def select_columns(x: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x[..., indices]``, on a CPU in a third of the time that ``index_select`` takes along the last dimension."""
+    """``x[..., indices]``; on a CPU ``index_select`` takes 1.5 to 5 times as long along the last dimension."""
     return torch.gather(x, -1, indices.expand(*x.shape[:-1], -1), out=out)
 
 
@@ -93,7 +93,7 @@ def is_column_major(matrix: Tensor) -> bool:
 
 
 def _can_widen(matrix: Tensor) -> bool:
-    """Whether rows can be copied 8 bytes at a time, which on a CPU halves the time for float32."""
+    """Whether rows can be copied 8 bytes at a time, which on a CPU saves a fifth of the time for float32."""
     size = matrix.element_size()
     return (
         type(matrix) is Tensor  # no DTensor, no fake tensor

@@ -11,12 +11,7 @@ from torch.optim.adamw import adamw
 
 from grass import cpu_kernel
 from grass.active import adopt, arm, choose_rows
-from grass.functional import (
-    ScratchPool,
-    decay_all_,
-    project_and_step_,
-    step_active_,
-)
+from grass.functional import ScratchPool, decay_all_, project_and_step_, step_active_
 from grass.hyperparameters import as_matrix, resolve_dim, resolve_rank
 from grass.layers import CompactLayer
 from grass.moments import State, moment_dtype, shared_steps
