@@ -8,12 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Adafactor, AdamW, Optimizer
 
 from grass import GrassAdamW, compact, param_groups
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 """Device types on which torch has a fused AdamW."""
+
+
+GRASS_OPTIONS = (
+    "update_interval",
+    "selection",
+    "replacement",
+    "state_policy",
+    "warmup_after_refresh",
+    "seed",
+    "decay",
+    "bank_dtype",
+    "refresh",
+    "sketch_size",
+)
+"""Fields of :class:`OptimizerConfig` that are keyword arguments of :class:`grass.GrassAdamW` as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +41,20 @@ class OptimizerConfig:
         weight_decay: decoupled weight decay.
         betas: decay rates of the moments.
         eps: added to the denominator.
-        rank: of the projected weights, a number or a fraction of the dimension (all but adamw).
-        update_interval: steps between changes of the projection (all but adamw).
-        scale: multiplies the update of projected weights; ``None`` is the method's published value: 1 for grass and
-            apollo, 0.25 for galore.
+        rank: of the projected weights, a number or a fraction of the dimension (grass, galore, apollo, fira).
+        update_interval: steps between changes of the projection (likewise).
+        scale: multiplies the update of projected weights (likewise); ``None`` is the method's published value: 0.25 for
+            galore, 1 for the others.
         selection: of the rows (this and the rest: grass only, see :class:`grass.GrassAdamW`).
         replacement: draw rows with replacement.
         dim: select rows (0), columns (1) or along the smaller dimension (``"auto"``).
         state_policy: what becomes of the moments at a refresh.
         warmup_after_refresh: steps of learning-rate warm-up after each refresh.
         seed: of the row selection.
+        decay: what ``weight_decay`` decays, ``"selected"`` rows or ``"all"``.
+        bank_dtype: precision of the bank.
+        refresh: how compact mode learns the norms, ``"sketch"`` or ``"exact"``.
+        sketch_size: columns of the sketch.
         compact: convert the model to compact mode, so that full gradients are never formed; ``dim="auto"`` is 1 there.
     """
 
@@ -53,6 +72,10 @@ class OptimizerConfig:
     state_policy: str = "reset"
     warmup_after_refresh: int = 0
     seed: int = 0
+    decay: str = "selected"
+    bank_dtype: str = "float32"
+    refresh: str = "sketch"
+    sketch_size: int = 32
     compact: bool = False
 
     def __post_init__(self) -> None:
@@ -82,7 +105,7 @@ class OptimizerConfig:
 
     @property
     def common(self) -> dict[str, Any]:
-        """The arguments that every optimizer takes."""
+        """The arguments that every AdamW takes."""
         return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
 
@@ -103,15 +126,8 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 def _grass(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    options: dict[str, Any] = {
-        "update_interval": config.update_interval,
-        "selection": config.selection,
-        "replacement": config.replacement,
-        "scale": 1.0 if config.scale is None else config.scale,
-        "state_policy": config.state_policy,
-        "warmup_after_refresh": config.warmup_after_refresh,
-        "seed": config.seed,
-    }
+    options: dict[str, Any] = {name: getattr(config, name) for name in GRASS_OPTIONS}
+    options["scale"] = 1.0 if config.scale is None else config.scale
     if not config.compact:
         return GrassAdamW(param_groups(model, config.rank, dim=config.dim, **options), **config.common)
     compact(model, rank=config.rank, dim=1 if config.dim == "auto" else int(config.dim), seed=config.seed)
@@ -132,11 +148,29 @@ def _apollo(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     return _peer("apollo_torch", "APOLLOAdamW")(_low_rank_groups(model, config.rank, keys), **config.common)
 
 
+def _fira(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    scale = 1.0 if config.scale is None else config.scale
+    keys = {"update_proj_gap": config.update_interval, "alpha": scale, "proj_type": "std"}
+    peer = _peer("fira", "FiraAdamW")
+    return peer(_low_rank_groups(model, config.rank, keys), **config.common, no_deprecation_warning=True)
+
+
+def _adafactor(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    return Adafactor(model.named_parameters(), lr=config.lr, weight_decay=config.weight_decay)
+
+
+def _adamw8bit(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    return _peer("torchao.optim", "AdamW8bit")(model.named_parameters(), **config.common)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], Optimizer]] = {
     "adamw": _adamw,
     "grass": _grass,
     "galore": _galore,
     "apollo": _apollo,
+    "fira": _fira,
+    "adafactor": _adafactor,
+    "adamw8bit": _adamw8bit,
 }
 """Builders by the name that ``--optimizer`` takes."""
 
