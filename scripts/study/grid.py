@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from prototypes import PrototypeConfig
 
 from grass.training.data import DataConfig
 from grass.training.models import LLAMA_SHAPES
@@ -118,7 +119,8 @@ def _study(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Study:
     for method, seed in itertools.product(entry["methods"], entry["seeds"]):
         settings = {**_look_up(document["methods"], method, "method"), **entry.get("set", {}), "seed": seed}
         for values in itertools.product(*varied.values()):
-            optimizer = _build(OptimizerConfig, settings | dict(zip(varied, values, strict=True)))
+            cls = PrototypeConfig if settings["name"] == "prototype" else OptimizerConfig
+            optimizer = _build(cls, settings | dict(zip(varied, values, strict=True)))
             model = entry.get("model", document["model"])
             cells.append(Cell(model=model, steps=steps, seed=seed, optimizer=optimizer))
     return Study(name=entry["name"], cells=tuple(cells))

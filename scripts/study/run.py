@@ -4,8 +4,9 @@
     python scripts/study/run.py --workers 2                      # two processes of one thread each
     python scripts/study/run.py --grid my.yaml --results my.csv
 
-Stop it at any time, also with SIGKILL: only the cells in flight are lost, and the same command goes on. Several of these
-commands may run side by side: a cell that one of them has begun is left to it.
+Stop it at any time, also with SIGKILL: only the cells in flight are lost, and the same command goes on. Several of
+these commands may run side by side: a cell that one of them has begun is left to it. The grid is read again after every
+cell, so that what is added to it meanwhile is run too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from grid import CURVE_POINTS, Cell, load_grid
+from grid import CURVE_POINTS, Cell, Grid, load_grid
 from results import CURVE, Results
 
 from grass.training.data import DataConfig, load_data
@@ -45,17 +46,19 @@ def main() -> int:
     args = parser.parse_args()
     others = [subprocess.Popen([sys.executable, *_one_worker(sys.argv)]) for _ in range(args.workers - 1)]
     torch.set_num_threads(args.threads)
-    grid, results = load_grid(args.grid), Results(args.results)
+    results, unfinished = Results(args.results), False
     args.locks.mkdir(parents=True, exist_ok=True)
-    for cell in grid.cells:
-        with claimed(cell, args.locks) as ours:
-            if ours and cell.key not in results.done():
-                values = run_cell(cell, grid.data)
-                if values is None:
-                    return 1
+    while not unfinished:
+        grid = load_grid(args.grid)
+        with next_cell(grid, results, args.locks) as cell:
+            if cell is None:
+                break
+            values = run_cell(cell, grid.data)
+            if values is not None:
                 results.append(cell, values)
                 print(*cell.key, values[CURVE[-1]], flush=True)
-    return max((process.wait() for process in others), default=0)
+            unfinished = values is None
+    return max((process.wait() for process in others), default=int(unfinished))
 
 
 def run_cell(cell: Cell, data_config: DataConfig) -> dict[str, Any] | None:
@@ -84,16 +87,22 @@ def run_cell(cell: Cell, data_config: DataConfig) -> dict[str, Any] | None:
 
 
 @contextmanager
-def claimed(cell: Cell, locks: Path) -> Iterator[bool]:
-    """Whether no other process runs this cell; none will while this one does. A killed process gives its claim up."""
-    name = hashlib.sha256(repr(cell.key).encode()).hexdigest()[:16]
-    with (locks / name).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+def next_cell(grid: Grid, results: Results, locks: Path) -> Iterator[Cell | None]:
+    """The first cell without a row that no other process runs; none will while this one does.
+
+    A process that is killed gives its claim up.
+    """
+    for cell in grid.cells:
+        name = hashlib.sha256(repr(cell.key).encode()).hexdigest()[:16]
+        with (locks / name).open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            if cell.key not in results.done():
+                yield cell
+                return
+    yield None
 
 
 def commit() -> str:
