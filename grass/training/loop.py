@@ -139,13 +139,13 @@ class Trainer:
         """One step, and what is to be logged of it."""
         learning_rate = self.scheduler.get_last_lr()[0]
         with clock:
-            loss, norm = self._train_step()
+            loss, norm = self.train_step()
             if not self._due(self.config.log_every):
                 return {}
             row = {"loss": loss.item(), "grad_norm": norm.item(), "lr": learning_rate}
         return {**row, "tokens_per_second": self.tokens_per_step / clock.lap()}
 
-    def _train_step(self) -> tuple[Tensor, Tensor]:
+    def train_step(self) -> tuple[Tensor, Tensor]:
         """Backward over ``accumulate`` batches, clip, update: the mean loss and the norm of the gradient."""
         self.model.train()
         self.optimizer.zero_grad()

@@ -144,4 +144,4 @@ def _look_up(table: Mapping[str, Any], name: str, what: str) -> Any:
 
 
 def _spelled(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)

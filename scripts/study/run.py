@@ -36,15 +36,16 @@ from grass.training.optimizers import build_optimizer
 DIRECTORY = Path(__file__).parents[2] / "benchmarks" / "quality"
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", type=Path, default=DIRECTORY / "grid.yaml")
     parser.add_argument("--results", type=Path, default=DIRECTORY / "cells.csv")
     parser.add_argument("--locks", type=Path, default=Path("runs/study/locks"), help="where begun cells are marked")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="per process")
-    args = parser.parse_args()
-    others = [subprocess.Popen([sys.executable, *_one_worker(sys.argv)]) for _ in range(args.workers - 1)]
+    args = parser.parse_args(argv)
+    command = [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv), "--workers", "1"]
+    others = [subprocess.Popen(command) for _ in range(args.workers - 1)]
     torch.set_num_threads(args.threads)
     results, unfinished = Results(args.results), False
     args.locks.mkdir(parents=True, exist_ok=True)
@@ -111,10 +112,6 @@ def commit() -> str:
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=7", "--dirty=+"]
     described = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
     return described.stdout.strip() or "unknown"
-
-
-def _one_worker(arguments: list[str]) -> list[str]:
-    return [*arguments, "--workers", "1"]
 
 
 if __name__ == "__main__":

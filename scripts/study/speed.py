@@ -1,0 +1,95 @@
+"""Time the training step of every method, one after another in one run: `speed.csv` beside the cells.
+
+    python scripts/study/speed.py                       # on an otherwise idle machine, about 2 minutes
+    python scripts/study/speed.py --rounds 1 --block 2  # seconds: checks that it runs
+
+Every method trains its own copy of the model. A round is a block of steps of each; ``step_ms`` is the median over all
+steps. Blocks are as long as the interval, so that each holds one refresh, and ``refresh_ms`` is what that adds: the
+block less as many median steps, median over rounds. A step with refreshes every ``K`` is ``step_ms + refresh_ms / K``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import torch
+from run import DIRECTORY
+from tqdm import trange
+
+from grass.training.data import DataConfig, load_data
+from grass.training.loop import TrainConfig, Trainer
+from grass.training.models import LLAMA_SHAPES, build_llama, llama_config
+from grass.training.optimizers import OptimizerConfig, build_optimizer
+
+GRASS = OptimizerConfig(name="grass", dim=1, selection="multinomial_norm", state_policy="bank")
+CONTESTANTS = {
+    "adamw": OptimizerConfig(name="adamw"),
+    "grass": GRASS,
+    "grass compact": replace(GRASS, compact=True),
+    "galore": OptimizerConfig(name="galore"),
+    "apollo": OptimizerConfig(name="apollo"),
+    "fira": OptimizerConfig(name="fira"),
+    "adafactor": OptimizerConfig(name="adafactor"),
+    "adamw8bit": OptimizerConfig(name="adamw8bit"),
+}
+UNTIMED = 2
+"""Steps before the first round: compilation, state, memory."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DIRECTORY / "speed.csv")
+    parser.add_argument("--model", choices=LLAMA_SHAPES, default="1m")
+    parser.add_argument("--methods", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="contestants")
+    parser.add_argument("--rank", type=float, default=0.25)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--block", type=int, default=10, help="steps per method and round")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as out:
+        trainers = {name: trainer(name, args, Path(out)) for name in args.methods}
+        seconds: dict[str, list[list[float]]] = {name: [] for name in trainers}
+        for _ in trange(args.rounds):
+            for name, contestant in trainers.items():
+                seconds[name].append([timed_step(contestant) for _ in range(args.block)])
+    table = pd.DataFrame.from_dict({name: summary(blocks) for name, blocks in seconds.items()}, orient="index")
+    table.insert(0, "model", args.model)
+    table.to_csv(args.out, index_label="method")
+    print(table.to_string())
+
+
+def trainer(name: str, args: argparse.Namespace, out: Path) -> Trainer:
+    """A contestant, past its first steps."""
+    data = load_data(DataConfig(eval_blocks=1))
+    model = build_llama(llama_config(args.model, vocab_size=data.vocab_size, max_seq_len=data.train.seq_len))
+    config = replace(CONTESTANTS[name], rank=args.rank, update_interval=args.block)
+    train_config = TrainConfig(out=out, steps=1_000_000, autocast=True)
+    contestant = Trainer(model, build_optimizer(model, config), data, train_config)
+    for _ in range(UNTIMED):
+        contestant.train_step()
+    return contestant
+
+
+def timed_step(contestant: Trainer) -> float:
+    """Seconds of one step."""
+    start = time.perf_counter()
+    contestant.train_step()
+    return time.perf_counter() - start
+
+
+def summary(blocks: list[list[float]]) -> dict[str, float]:
+    """Milliseconds of a step and of what a refresh adds."""
+    step = statistics.median(seconds for block in blocks for seconds in block)
+    refresh = statistics.median(sum(block) - len(block) * step for block in blocks)
+    return {"step_ms": round(1e3 * step, 2), "refresh_ms": round(1e3 * max(refresh, 0.0), 2)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Print the tables of a study as Markdown: every study of the grid, at equal tokens and at equal wall-clock.
+
+python scripts/study/tables.py                 # all
+python scripts/study/tables.py --study final   # one
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+from grid import Study, load_grid
+from results import CURVE, KEY
+from run import DIRECTORY
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", type=Path, default=DIRECTORY / "grid.yaml")
+    parser.add_argument("--results", type=Path, default=DIRECTORY / "cells.csv")
+    parser.add_argument("--study", help="its name; default: all")
+    args = parser.parse_args()
+    rows = read_cells(args.results)
+    for study in load_grid(args.grid).studies:
+        if args.study in (None, study.name):
+            print(f"\n### {study.name}\n\n{markdown(seed_means(study_rows(study, rows)))}")
+
+
+def read_cells(path: Path) -> pd.DataFrame:
+    """The finished cells; settings as the empty string where they are the defaults."""
+    return pd.read_csv(path, dtype=dict.fromkeys(KEY, str), keep_default_na=False, na_values={c: "nan" for c in CURVE})
+
+
+def study_rows(study: Study, rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of the study's cells that have a row, in its order."""
+    order = {cell.key: position for position, cell in enumerate(study.cells)}
+    places = [order.get(key) for key in rows[list(KEY)].itertuples(index=False, name=None)]
+    return rows.assign(place=places).dropna(subset="place").sort_values("place")
+
+
+def seed_means(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per setting: mean and standard deviation over seeds of the final loss, and what it held."""
+    grouped = rows.groupby(["model", "steps", "optimizer", "settings"], sort=False)
+    return grouped.agg(
+        seeds=("seed", "count"),
+        loss=(CURVE[-1], "mean"),
+        deviation=(CURVE[-1], "std"),
+        tokens=("tokens", "first"),
+        state_bytes=("state_bytes", "first"),
+        host_bytes=("host_bytes", "first"),
+    ).reset_index()
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A table with a header, losses to four places."""
+    cells = [[_shown(value) for value in row] for row in table.itertuples(index=False)]
+    lines = [list(table.columns), ["---"] * len(table.columns), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return "" if value != value else f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+import pytest
+from grid import Cell, load_grid
+
+from grass.training.optimizers import OptimizerConfig
+
+
+def test_cells_in_order_and_once(grid_file):
+    keys = [cell.key for cell in load_grid(grid_file).cells]
+    assert keys == [
+        ("1m", "10", "0", "adamw", "lr=0.001"),
+        ("1m", "10", "0", "adamw", "lr=0.01"),
+        ("1m", "10", "0", "grass", "lr=0.001 rank=0.125 update_interval=3"),
+        ("1m", "10", "0", "grass", "lr=0.01 rank=0.125 update_interval=3"),
+        ("1m", "10", "0", "adamw", "lr=0.01 betas=0.8/0.9"),
+        ("1m", "10", "1", "adamw", "lr=0.01 betas=0.8/0.9"),
+    ]
+
+
+def test_seed_reaches_the_row_selection(grid_file):
+    assert [cell.optimizer.seed for cell in load_grid(grid_file).studies[1].cells] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("found", "put", "message"),
+    [
+        ("rank: 0.125", "rang: 0.125", "Unknown rang in OptimizerConfig; allowed: .*rank"),
+        (
+            "horizon: short, seeds: [0, 1]",
+            "horizon: week, seeds: [0]",
+            "Unknown horizon 'week'; available: short, long",
+        ),
+        ("methods: [adamw],", "methods: [adam],", "Unknown method 'adam'; available: adamw, grass"),
+        ("name: again,", "name: again, varry: {},", "Unknown varry in study 'again'"),
+        ("short: 10", "short: 15", "steps=15: must be a positive multiple of 10"),
+        ("model: 1m", "model: 2m", "Unknown model '2m'; available: 1m"),
+        ("eval_blocks", "blocks", "Unknown blocks in DataConfig"),
+        ("methods:\n", "methodes:\n", "Unknown methodes in the grid"),
+    ],
+)
+def test_mistakes_are_named(grid_file, found, put, message):
+    grid_file.write_text(grid_file.read_text().replace(found, put))
+    with pytest.raises(ValueError, match=message):
+        load_grid(grid_file)
+
+
+def test_seed_of_cell_and_optimizer_agree():
+    with pytest.raises(ValueError, match="seed=1 of the optimizer in a cell with seed=2"):
+        Cell(model="1m", steps=10, seed=2, optimizer=OptimizerConfig(seed=1))

@@ -1,0 +1,66 @@
+import multiprocessing
+
+import pytest
+from grid import load_grid
+from results import COLUMNS, CURVE, Results
+from tables import markdown, read_cells, seed_means, study_rows
+
+
+@pytest.fixture
+def grid(grid_file):
+    return load_grid(grid_file)
+
+
+def values(loss):
+    return {"tokens": 160, "state_bytes": 8, "host_bytes": 4, "gradient_bytes": 2} | dict.fromkeys(CURVE, loss)
+
+
+def test_rows_come_back(tmp_path, grid):
+    results = Results(tmp_path / "new" / "cells.csv")
+    assert results.done() == set()
+    for cell in grid.cells[:2]:
+        results.append(cell, values(1.5))
+    assert results.done() == {cell.key for cell in grid.cells[:2]}
+    assert results.path.read_text().splitlines()[0] == ",".join(COLUMNS)
+
+
+@pytest.mark.parametrize("kept", [1, 0])
+def test_half_a_row_does_not_count_and_is_replaced(tmp_path, grid, kept):
+    results = Results(tmp_path / "cells.csv")
+    for cell in grid.cells[: kept + 1]:
+        results.append(cell, values(1.5))
+    whole = results.path.read_bytes()
+    results.path.write_bytes(whole[:-3])
+    assert results.done() == {cell.key for cell in grid.cells[:kept]}
+    results.append(grid.cells[kept], values(1.5))
+    assert results.path.read_bytes() == whole
+
+
+def append_all(path, cells):
+    for cell in cells:
+        Results(path).append(cell, values(1.5))
+
+
+def test_processes_append_side_by_side(tmp_path, grid):
+    path = tmp_path / "cells.csv"
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=append_all, args=(path, grid.cells[i::3] * 20)) for i in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    lines = path.read_text().splitlines()
+    assert len(lines) == 1 + 20 * len(grid.cells)
+    assert {line.count(",") for line in lines} == {len(COLUMNS) - 1}
+    assert Results(path).done() == {cell.key for cell in grid.cells}
+
+
+def test_table_of_a_study(tmp_path, grid):
+    results = Results(tmp_path / "cells.csv")
+    for cell, loss in zip(grid.studies[1].cells, (1.5, 1.7), strict=True):
+        results.append(cell, values(loss))
+    results.append(grid.cells[0], values(9.0))
+    table = seed_means(study_rows(grid.studies[1], read_cells(results.path)))
+    assert markdown(table).splitlines()[2:] == [
+        "| 1m | 10 | adamw | lr=0.01 betas=0.8/0.9 | 2 | 1.6000 | 0.1414 | 160 | 8 | 4 |"
+    ]

@@ -1,0 +1,98 @@
+import signal
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import pytest
+import run as study
+from grid import load_grid
+from results import Results
+
+from tests.study.conftest import STUDY
+
+
+def command(tmp_path):
+    names = {"--grid": "grid.yaml", "--results": "cells.csv", "--locks": "locks"}
+    return [part for flag, name in names.items() for part in (flag, str(tmp_path / name))]
+
+
+def rows(tmp_path):
+    return pd.read_csv(tmp_path / "cells.csv", dtype=str)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """What was trained, in place of training it."""
+    cells = []
+
+    def record(cell, data_config):
+        cells.append(cell.key)
+        return {"loss_100": len(cells)}
+
+    monkeypatch.setattr(study, "run_cell", record)
+    return cells
+
+
+def test_a_cell_trains_and_reports(grid_file):
+    grid = load_grid(grid_file)
+    adamw, grass = (study.run_cell(grid.cells[i], grid.data) for i in (1, 3))
+    assert adamw["tokens"] == grass["tokens"] == 10 * 16
+    assert grass["state_bytes"] < adamw["state_bytes"]
+    for values in (adamw, grass):
+        curve = [float(values[f"loss_{percent}"]) for percent in range(10, 101, 10)]
+        assert 2 < curve[-1] < curve[0] < 6
+    assert study.run_cell(grid.cells[3], grid.data) == grass
+
+
+def test_finished_cells_are_skipped(tmp_path, grid_file, trained):
+    grid = load_grid(grid_file)
+    Results(tmp_path / "cells.csv").append(grid.cells[0], {})
+    assert study.main(command(tmp_path)) == 0
+    assert trained == [cell.key for cell in grid.cells[1:]]
+    assert study.main(command(tmp_path)) == 0
+    assert len(trained) == len(grid.cells) - 1
+
+
+def test_what_is_added_meanwhile_is_run(tmp_path, grid_file, trained, monkeypatch):
+    record = study.run_cell
+
+    def add_a_seed(cell, data_config):
+        grid_file.write_text(grid_file.read_text().replace("seeds: [0, 1]", "seeds: [0, 1, 2]"))
+        return record(cell, data_config)
+
+    monkeypatch.setattr(study, "run_cell", add_a_seed)
+    assert study.main(command(tmp_path)) == 0
+    assert trained == [cell.key for cell in load_grid(grid_file).cells]
+    assert trained[-1][2] == "2"
+
+
+def test_a_stopped_cell_leaves_no_row(tmp_path, grid_file, monkeypatch):
+    monkeypatch.setattr(study, "run_cell", lambda cell, data_config: None)
+    assert study.main(command(tmp_path)) == 1
+    assert not (tmp_path / "cells.csv").exists()
+
+
+def test_a_begun_cell_is_left_to_its_process(tmp_path, grid_file):
+    grid, results = load_grid(grid_file), Results(tmp_path / "cells.csv")
+    (tmp_path / "locks").mkdir()
+    locks = tmp_path / "locks"
+    with study.next_cell(grid, results, locks) as first, study.next_cell(grid, results, locks) as second:
+        assert (first, second) == (grid.cells[0], grid.cells[1])
+    with study.next_cell(grid, results, locks) as again:
+        assert again == first
+
+
+def test_killed_and_continued(tmp_path, grid_file):
+    grid_file.write_text(grid_file.read_text().replace("short: 10", "short: 50"))
+    process = subprocess.Popen([sys.executable, str(STUDY / "run.py"), *command(tmp_path)], stderr=subprocess.DEVNULL)
+    while not (tmp_path / "cells.csv").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    killed = rows(tmp_path)
+    assert 1 <= len(killed) < 6
+    assert study.main(command(tmp_path)) == 0
+    finished = rows(tmp_path)
+    assert len(finished) == 6
+    pd.testing.assert_frame_equal(finished.iloc[: len(killed)], killed)
