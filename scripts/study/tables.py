@@ -14,6 +14,8 @@ from grid import Study, load_grid
 from results import CURVE, KEY
 from run import DIRECTORY
 
+from grass.training.optimizers import OptimizerConfig
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -50,6 +52,14 @@ def seed_means(rows: pd.DataFrame) -> pd.DataFrame:
         state_bytes=("state_bytes", "first"),
         host_bytes=("host_bytes", "first"),
     ).reset_index()
+
+
+def step_seconds(method: str, settings: str, speed: pd.DataFrame) -> float:
+    """Measured seconds of one step of a method, its share of a refresh included."""
+    values = dict(setting.split("=", 1) for setting in settings.split())
+    row = speed.loc[f"{method} compact" if "compact" in values else method]
+    interval = int(values.get("update_interval", OptimizerConfig.update_interval))
+    return float(row["step_ms"] + row["refresh_ms"] / interval) / 1e3
 
 
 def markdown(table: pd.DataFrame) -> str:

@@ -13,6 +13,9 @@ from transformers import LlamaForCausalLM
 from grass.training.optimizers import OPTIMIZERS
 from tests.training.runs import PRETRAIN, TINY
 
+EVERY = [pytest.param(name, marks=pytest.mark.slow if name == "adamw8bit" else ()) for name in OPTIMIZERS]
+"""Names of all optimizers; the one that compiles its step takes long."""
+
 main = runpy.run_path(str(PRETRAIN))["main"]
 
 
@@ -22,7 +25,7 @@ def pretrain(out, *flags):
 
 
 @pytest.mark.filterwarnings("ignore:No checkpoints will be saved")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", EVERY)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "autocast"])
 def test_every_optimizer_and_dtype_runs(tmp_path, optimizer, dtype):
     log = pretrain(tmp_path, "--optimizer", optimizer, "--dtype", dtype, "--update-interval", "3")

@@ -1,0 +1,75 @@
+"""Plot the learning-rate sweeps and the loss curves of a study: `lr.png` and `curves.png` beside the cells.
+
+    python scripts/study/plot.py
+
+The left half of ``curves.png`` is at equal tokens; in the right half every method's tokens take the time that
+`speed.csv` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import matplotlib as mpl
+import pandas as pd
+from grid import CURVE_POINTS, Study, load_grid
+from results import CURVE
+from run import DIRECTORY
+from tables import read_cells, step_seconds, study_rows
+
+FINAL = "final"
+"""Name of the study whose curves are drawn."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=DIRECTORY, help="of grid.yaml, cells.csv and speed.csv")
+    directory = parser.parse_args().directory
+    mpl.use("Agg")
+    rows, speed = read_cells(directory / "cells.csv"), pd.read_csv(directory / "speed.csv", index_col="method")
+    studies = load_grid(directory / "grid.yaml").studies
+    plot_sweeps([study for study in studies if study.name == "learning rate"], rows, directory / "lr.png")
+    plot_curves([study for study in studies if study.name == FINAL], rows, speed, directory / "curves.png")
+
+
+def plot_sweeps(studies: list[Study], rows: pd.DataFrame, path: Path) -> None:
+    """Final loss against the learning rate, one line per method."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    cells = pd.concat([study_rows(study, rows) for study in studies]).drop_duplicates(["optimizer", "settings", "seed"])
+    cells["lr"] = [float(re.match(r"lr=(\S+)", settings).group(1)) for settings in cells["settings"]]
+    for method, sweep in cells.groupby("optimizer", sort=False):
+        axes.plot(*zip(*sorted(zip(sweep["lr"], sweep[CURVE[-1]], strict=True)), strict=True), "o-", label=method)
+    axes.set(xscale="log", xlabel="learning rate", ylabel="held-out loss, nats per byte")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def plot_curves(studies: list[Study], rows: pd.DataFrame, speed: pd.DataFrame, path: Path) -> None:
+    """Held-out loss, mean of the seeds, against tokens and against measured step time."""
+    from matplotlib import pyplot as plt
+
+    figure, (by_tokens, by_time) = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
+    cells = pd.concat([study_rows(study, rows) for study in studies])
+    for (method, settings), runs in cells.groupby(["optimizer", "settings"], sort=False):
+        done = [(point + 1) / CURVE_POINTS for point in range(CURVE_POINTS)]
+        losses = runs[list(CURVE)].mean()
+        tokens, steps = runs["tokens"].iloc[0], int(runs["steps"].iloc[0])
+        label = f"{method} ({losses.iloc[-1]:.3f}, {len(runs)} seeds)"
+        by_tokens.plot([fraction * tokens / 1e6 for fraction in done], losses, "o-", label=label)
+        seconds = steps * step_seconds(method, settings, speed)
+        by_time.plot([fraction * seconds for fraction in done], losses, "o-", label=label)
+    by_tokens.set(xlabel="million tokens", ylabel="held-out loss, nats per byte", yscale="log")
+    by_time.set(xlabel="seconds of measured step time")
+    by_tokens.legend()
+    for axes in (by_tokens, by_time):
+        axes.grid(alpha=0.3, which="both")
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
