@@ -1,7 +1,7 @@
 r"""A Johnson-Lindenstrauss sketch of a gradient that is never formed: ``A^T (B S)`` for ``G = A^T B``.
 
-``A (b, k), B (b, l) -> (k, s)``: with ``S (l, s)`` of independent signs over ``sqrt(s)`` the norm of a sketched row is, in
-the root mean square, that of the row of ``G``. The signs are bits of a counter (:mod:`random_bits`), made inside the
+``A (b, k), B (b, l) -> (k, s)``: with ``S (l, s)`` of independent signs over ``sqrt(s)`` the norm of a sketched row is,
+in the root mean square, that of the row of ``G``. The signs are bits of a counter (:mod:`random_bits`), made inside the
 kernel, so that nothing is stored or read for them; or they are given.
 
 Floor: ``b (k + l) e`` bytes of ``e`` per element and ``4 k s``; ``2 b s (k + l)`` FLOPs.
