@@ -1,6 +1,6 @@
 """Grass for PyTorch: an AdamW that keeps and updates only selected rows of each weight's gradient."""
 
-from grass import memory
+from grass import diagnostics, memory
 from grass.attach import Attachment, attach
 from grass.compact import calibrate, compact, expand
 from grass.functional import compact_adamw
@@ -21,6 +21,7 @@ __all__ = [
     "calibrate",
     "compact",
     "compact_adamw",
+    "diagnostics",
     "expand",
     "matched_modules",
     "memory",

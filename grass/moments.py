@@ -97,7 +97,8 @@ POLICIES: dict[str, Policy] = {"reset": reset, "keep": keep, "bank": bank}
 def _deposit(state: State, projector: Projector, weight: Tensor) -> None:
     scale, on_host = projector.along(_scale(projector, weight)), Projector(projector.indices.cpu(), None, projector.dim)
     for key, divisor in (("exp_avg", scale), ("exp_avg_sq", scale.square())):
-        on_host.scatter_(state[f"bank_{key}"], (state[key] / divisor).cpu())
+        rows = state[key] if projector.scale is None else state[key] / divisor
+        on_host.scatter_(state[f"bank_{key}"], _to_host(rows))
     state["bank_steps"][on_host.indices] = _row_steps(state, projector).cpu()
 
 
@@ -105,10 +106,22 @@ def _withdraw(state: State, projector: Projector, weight: Tensor) -> None:
     scale, on_host = projector.along(_scale(projector, weight)), Projector(projector.indices.cpu(), None, projector.dim)
     moments = {}
     for key, factor in (("exp_avg", scale), ("exp_avg_sq", scale.square())):
-        rows = on_host.gather(state[f"bank_{key}"])
-        moments[key] = rows.to(weight.device, moment_dtype(weight)) * factor
+        rows = on_host.gather(state[f"bank_{key}"]).to(moment_dtype(weight))
+        if weight.device.type == "cuda":
+            rows = rows.pin_memory()  # else the copy stages it anyway, and slower
+        rows = rows.to(weight.device, non_blocking=True)
+        moments[key] = rows if projector.scale is None else rows * factor
     steps = state["bank_steps"][on_host.indices].to(weight.device)
     _set_moments(state, moments["exp_avg"], moments["exp_avg_sq"], steps)
+
+
+def _to_host(rows: Tensor) -> Tensor:
+    """A copy in host memory, complete on return; pinned under CUDA, where the link is then used in full."""
+    if rows.device.type != "cuda":
+        return rows.cpu()
+    host = torch.empty_like(rows, device="cpu", pin_memory=True).copy_(rows, non_blocking=True)
+    torch.cuda.current_stream(rows.device).synchronize()
+    return host
 
 
 def _set_moments(state: State, exp_avg: Tensor, exp_avg_sq: Tensor, row_steps: Tensor | None = None) -> None:

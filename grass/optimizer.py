@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grass.active import arm, layers_by_parameter, reserve_rows
+from grass.background import Background
 from grass.functional import ScratchPool
 from grass.hyperparameters import is_projected, validate_group
 from grass.layers import CompactLayer
@@ -98,11 +99,19 @@ class GrassAdamW(Optimizer):
         fused: bool = False,
     ) -> None:
         defaults = {key: value for key, value in locals().items() if key not in ("self", "params", "__class__")}
+        self._background = Background()
         defaults["bank_dtype"] = str(bank_dtype).removeprefix("torch.")
         super().__init__(_trainable(params) if isinstance(params, nn.Module) else params, defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold."""
+        self._background.finish()
+        state: dict[str, Any] = super().__getstate__()
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle or a checkpoint; keys that it lacks take their defaults."""
+        self.__dict__.setdefault("_background", Background())
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -137,9 +146,10 @@ class GrassAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
+        self._background.finish()
         layers, scratch, index = layers_by_parameter(), ScratchPool(), 0
         for group in self.param_groups:
-            group_step = GroupStep(group, scratch)
+            group_step = GroupStep(group, scratch, self._background)
             plain, active = [], []
             for p in group["params"]:
                 if p.grad is None:
@@ -177,6 +187,7 @@ class GrassAdamW(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors and plain scalars; with the active rows' values where the weights cannot hold them."""
+        self._background.finish()
         state_dict = super().state_dict()
         for position, p in enumerate(self._parameters()):
             state = state_dict["state"].get(position, {})

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grass.background import Background
 from grass.functional import StepCoefficients
-from grass.moments import POLICIES, State, shared_steps
+from grass.moments import POLICIES, State, bank, shared_steps
 from grass.projector import Projector
 from grass.selection import select_rows, selection_generator
 
@@ -18,10 +19,23 @@ Carry = Callable[[Projector | None, Projector], None]
 """``carry(old, new)`` moves the moments from the old selection, ``None`` at first, to the new one."""
 
 
-def carry_moments(state: State, weight: Tensor, group: dict[str, Any]) -> Carry:
-    """The group's state policy, bound to one weight ``(m, n)`` and its state."""
+def carry_moments(state: State, weight: Tensor, group: dict[str, Any], background: Background | None = None) -> Carry:
+    """The group's state policy, bound to one weight ``(m, n)`` and its state.
+
+    With a ``background``, exchanges with a bank that exists already go on there.
+    """
     policy, bank_dtype = POLICIES[group["state_policy"]], getattr(torch, group["bank_dtype"])
-    return lambda old, new: policy(state, old, new, weight, bank_dtype)
+
+    def carry(old: Projector | None, new: Projector) -> None:
+        def work() -> None:
+            policy(state, old, new, weight, bank_dtype)
+
+        if background is None or policy is not bank or "bank_steps" not in state:
+            work()
+        else:
+            background.run(work, state, weight.device)
+
+    return carry
 
 
 def refresh_due(state: State, group: dict[str, Any]) -> bool:

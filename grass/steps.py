@@ -11,6 +11,7 @@ from torch.optim.adamw import adamw
 
 from grass import cpu_kernel
 from grass.active import adopt, arm, choose_rows
+from grass.background import Background
 from grass.functional import ScratchPool, decay_all_, project_and_step_, step_active_
 from grass.hyperparameters import as_matrix, resolve_dim, resolve_rank
 from grass.layers import CompactLayer
@@ -44,6 +45,7 @@ class GroupStep:
 
     group: dict[str, Any]
     scratch: ScratchPool
+    background: Background
     coefficients: GroupCoefficients = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,7 +104,7 @@ class GroupStep:
             item.layer.write_back()
         for item in begun:
             if refresh_due(item.state, group):
-                carry = carry_moments(item.state, item.layer.matrix(), group)
+                carry = carry_moments(item.state, item.layer.matrix(), group, self.background)
                 choose_rows(item.layer, item.state, carry, group, item.index)
             arm(item.layer, item.state, group)
 

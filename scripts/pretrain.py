@@ -22,7 +22,6 @@ The run's directory holds metrics.csv, TensorBoard logs, checkpoints, and at the
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ import torch
 
 from grass.training.checkpoint import CheckpointStore, export_model
 from grass.training.data import DataConfig, load_data
+from grass.training.flags import HelpFormatter, add_optimizer_flags, from_flags
 from grass.training.loop import Result, TrainConfig, Trainer
 from grass.training.models import LLAMA_SHAPES, build_llama, llama_config
 from grass.training.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer
@@ -90,16 +90,6 @@ def device_name(name: str) -> str:
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def from_flags(cls: type[Any], args: argparse.Namespace, **others: Any) -> Any:
-    """A configuration whose fields are the flags of the same names; ``others`` come on top."""
-    names = {field.name for field in dataclasses.fields(cls)} & vars(args).keys()
-    return cls(**{name: getattr(args, name) for name in names} | others)
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it is, and the default of every flag that has one."""
-
-
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument_group("run").add_argument
@@ -111,7 +101,9 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("fp32", "bf16", "autocast"), default="fp32", help="bf16: also the weights")
     add_training_flags(parser.add_argument_group("training").add_argument)
     add_data_flags(parser.add_argument_group("data; by default the embedded corpus").add_argument)
-    add_optimizer_flags(parser.add_argument_group("optimizer").add_argument)
+    add = parser.add_argument_group("optimizer").add_argument
+    add("--optimizer", choices=OPTIMIZERS, default="grass", help="which")
+    add_optimizer_flags(add)
     return parser
 
 
@@ -145,37 +137,11 @@ def add_data_flags(add: Any) -> None:
     add("--text-column", default="text", help="column that holds the text")
 
 
-def add_optimizer_flags(add: Any) -> None:
-    add("--optimizer", choices=OPTIMIZERS, default="grass", help="which")
-    add("--lr", type=float, default=1e-3, help="peak learning rate")
-    add("--weight-decay", type=float, default=0.0, help="decoupled")
-    add("--betas", type=float, nargs=2, default=(0.9, 0.999), help="decay rates of the moments")
-    add("--rank", type=number, default=0.25, help="an integer, or a fraction of the dimension")
-    add("--update-interval", type=int, default=200, help="steps between changes of the projection")
-    add("--scale", type=float, help="of the projected weights' update; default: 1, galore 0.25")
-    add("--selection", default="top_r", help="grass: top_r, multinomial_norm, multinomial_norm_sq, uniform")
-    add("--replacement", action="store_true", help="grass: draw rows with replacement")
-    add(
-        "--dim",
-        choices=("auto", 0, 1),
-        type=lambda text: int(text) if text.isdigit() else text,
-        default="auto",
-        help="grass: rows (0), columns (1), or the smaller dimension",
-    )
-    add("--state-policy", choices=("reset", "keep", "bank"), default="reset", help="grass: moments at a refresh")
-    add("--compact", action="store_true", help="grass: never form full gradients; dim auto is then 1")
-    add("--warmup-after-refresh", type=int, default=0, help="grass: steps of warm-up after a refresh")
-
-
 def split_and_path(text: str) -> tuple[str, str]:
     split, equals, path = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r}: must be SPLIT=GLOB, such as train=a.jsonl")
     return split, path
-
-
-def number(text: str) -> int | float:
-    return float(text) if set(text) & set(".e") else int(text)
 
 
 if __name__ == "__main__":

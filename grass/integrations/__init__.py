@@ -1,0 +1,1 @@
+"""Grass in other libraries' training loops; each module imports its library."""

@@ -1,0 +1,48 @@
+"""Command-line flags that the scripts share, and configurations made from them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+AddFlag = Callable[..., Any]
+"""``add_argument`` of a parser or of one of its groups."""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The docstring as it is, and the default of every flag that has one."""
+
+
+def from_flags(cls: type[Any], args: argparse.Namespace, **others: Any) -> Any:
+    """A configuration whose fields are the flags of the same names; ``others`` come on top."""
+    names = {field.name for field in dataclasses.fields(cls)} & vars(args).keys()
+    return cls(**{name: getattr(args, name) for name in names} | others)
+
+
+def add_optimizer_flags(add: AddFlag) -> None:
+    """Hyperparameters of :class:`grass.training.optimizers.OptimizerConfig`, all but its name."""
+    add("--lr", type=float, default=1e-3, help="peak learning rate")
+    add("--weight-decay", type=float, default=0.0, help="decoupled")
+    add("--betas", type=float, nargs=2, default=(0.9, 0.999), help="decay rates of the moments")
+    add("--rank", type=number, default=0.25, help="an integer, or a fraction of the dimension")
+    add("--update-interval", type=int, default=200, help="steps between changes of the projection")
+    add("--scale", type=float, help="of the projected weights' update; default: 1, galore 0.25")
+    add("--selection", default="top_r", help="grass: top_r, multinomial_norm, multinomial_norm_sq, uniform")
+    add("--replacement", action="store_true", help="grass: draw rows with replacement")
+    add(
+        "--dim",
+        choices=("auto", 0, 1),
+        type=lambda text: int(text) if text.isdigit() else text,
+        default="auto",
+        help="grass: rows (0), columns (1), or the smaller dimension",
+    )
+    add("--state-policy", choices=("reset", "keep", "bank"), default="reset", help="grass: moments at a refresh")
+    add("--compact", action="store_true", help="grass: never form full gradients; dim auto is then 1")
+    add("--warmup-after-refresh", type=int, default=0, help="grass: steps of warm-up after a refresh")
+
+
+def number(text: str) -> int | float:
+    """An integer, or with a point or an exponent a float."""
+    return float(text) if set(text) & set(".e") else int(text)

@@ -1,0 +1,43 @@
+"""A run resumed from a checkpoint ends as the one that was never interrupted, bit for bit, whatever else is on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grass.layers import CompactLayer
+from tests.integrations.runs import MODES, Build, arguments, assert_same, checkpoint, logged, trainer
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gradient_accumulation_steps": {"gradient_accumulation_steps": 2},
+    "max_grad_norm": {"max_grad_norm": 0.1},
+    "bf16": {"bf16": True},
+    "gradient_checkpointing": {"gradient_checkpointing": True},
+    "torch_compile": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+}
+
+
+def run(
+    build: Build, path: Path, mode: str, features: dict[str, Any], resume: Path | None = None, seed: int = 0
+) -> Any:
+    torch.compiler.reset()
+    ours = trainer(build(seed=seed), arguments(path, **features), mode)
+    ours.train(resume_from_checkpoint=str(resume) if resume else None)
+    return ours
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("mode", MODES)
+def test_resume(tiny_llama: Build, tmp_path: Path, mode: str, features: dict[str, Any]) -> None:
+    whole = run(tiny_llama, tmp_path / "whole", mode, features)
+    resumed = run(tiny_llama, tmp_path / "resumed", mode, features, tmp_path / "whole/checkpoint-3", seed=1)
+    assert_same(checkpoint(tmp_path / "resumed", 6), checkpoint(tmp_path / "whole", 6))
+    history = [logged(each, "loss", "grad_norm", "learning_rate", "step") for each in (whole, resumed)]
+    assert_same(*history)
+    assert len(history[0]) == 6
+    compact = any(isinstance(module, CompactLayer) for module in resumed.model.modules())
+    assert compact == (mode == "compact")

@@ -1,0 +1,65 @@
+"""Kernels against their twins: on the GPU where there is one, else in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# (rtol, atol) of one rounding in the type; sums of some hundred products of order one in float32 stay below
+TOLERANCE = {torch.float32: (2e-6, 2e-5), torch.bfloat16: (8e-3, 2e-5), torch.float16: (1e-3, 2e-5)}
+DTYPES = list(TOLERANCE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "kernels" in item.path.parts:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """``run("triton" or "torch", function, *args)`` with that implementation; a kernel that declines is an error."""
+    from grass.kernels import dispatch
+
+    def refuse(name: str, reason: str) -> None:
+        raise AssertionError(f"{name} fell back: {reason}")
+
+    monkeypatch.setattr(dispatch, "_say_once", refuse)
+
+    def call(implementation: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setenv("GRASS_KERNELS", implementation)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def assert_close(ours: Tensor, twin: Tensor) -> None:
+    """Equal up to one rounding in the type of the result."""
+    rtol, atol = TOLERANCE[twin.dtype]
+    torch.testing.assert_close(ours, twin, rtol=rtol, atol=atol)
+
+
+def laid_out(matrix: Tensor, layout: str) -> Tensor:
+    """The same matrix in another memory layout, on the device under test."""
+    m, n = matrix.shape
+    matrix = matrix.to(DEVICE)
+    if layout == "columns":
+        return matrix.t().clone(memory_format=torch.contiguous_format).t()
+    if layout == "sliced":
+        return torch.empty(2 * m, n + 3, dtype=matrix.dtype, device=DEVICE)[::2, 2 : n + 2].copy_(matrix)
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
+LAYOUTS = ["rows", "columns", "sliced"]
+
+
+def far_apart(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A matrix whose last row begins beyond 2^31 elements; of its memory only the rows are ever touched."""
+    step = 2**31 // (rows - 1) + 7
+    return torch.empty((rows - 1) * step + columns, dtype=dtype, device=DEVICE).as_strided((rows, columns), (step, 1))

@@ -1,0 +1,131 @@
+"""Which implementation runs, and what compilers see of the operations."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from grass import kernels
+from grass.kernels import dispatch
+from grass.kernels.language import INTERPRETED
+
+from .conftest import DEVICE
+
+
+@pytest.fixture
+def log(caplog):
+    dispatch._say_once.cache_clear()
+    caplog.set_level(logging.WARNING, "grass")
+    return caplog
+
+
+def test_chooses_by_device_unless_overridden(monkeypatch) -> None:
+    x = torch.zeros(2, 2, device=DEVICE)
+    monkeypatch.delenv("GRASS_KERNELS", raising=False)
+    assert dispatch.runs_triton("op", x) == (DEVICE == "cuda")
+    assert not dispatch.runs_triton("op", torch.zeros(2, 2))
+    monkeypatch.setenv("GRASS_KERNELS", "triton")
+    assert dispatch.runs_triton("op", x)
+    monkeypatch.setenv("GRASS_KERNELS", "torch")
+    assert not dispatch.runs_triton("op", x)
+
+
+def test_unknown_choice(monkeypatch) -> None:
+    monkeypatch.setenv("GRASS_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="GRASS_KERNELS='cuda': must be 'torch' or 'triton'"):
+        kernels.row_norms(torch.zeros(2, 2))
+
+
+def test_falls_back_and_says_so_once(monkeypatch, log) -> None:
+    monkeypatch.setenv("GRASS_KERNELS", "triton")
+    x = torch.randn(5, 7, dtype=torch.float64, device=DEVICE)
+    for _ in range(3):
+        torch.testing.assert_close(kernels.row_norms(x), x.norm(dim=1))
+    assert log.messages == [
+        "grass::row_norms runs in torch: no kernel for torch.float64 tensors of layout torch.strided"
+    ]
+    kernels.gather_rows(x, torch.tensor([1], device=DEVICE))
+    assert len(log.messages) == 2
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")
+def test_triton_on_a_device_without_kernels(monkeypatch, log) -> None:
+    monkeypatch.setenv("GRASS_KERNELS", "triton")
+    assert not dispatch.runs_triton("op", torch.zeros(2, device="meta"))
+    assert "no kernel for meta tensors in the interpreter" in log.text
+
+
+def test_imports_and_runs_without_triton() -> None:
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, grass, grass.kernels as kernels\n"
+        "assert kernels.row_norms(torch.ones(2, 4)).tolist() == [2.0, 2.0]\n"
+        "assert kernels.gather_cols(torch.eye(3), torch.tensor([2])).tolist() == [[0.0], [0.0], [1.0]]\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON", "GRASS"))} | {"GRASS_KERNELS": ""}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+    environment["GRASS_KERNELS"] = "triton"
+    said = subprocess.run([sys.executable, "-c", script], check=True, env=environment, capture_output=True, text=True)
+    assert "triton is not installed" in said.stderr
+
+
+def calls():
+    """Every operation on small operands."""
+    f, i = torch.randn(6, 8, device=DEVICE), torch.tensor([4, 1], device=DEVICE)
+    rows, ages = torch.randn(2, 8, device=DEVICE), torch.ones(2, device=DEVICE)
+    adam = (f, i, None, f.clone(), rows, rows.abs(), ages, 0.0, 0.1, 0.9, 0.99, 1e-8, 0.9, False, True, 7)
+    return {
+        "gather_rows": (torch.empty(2, 8, device=DEVICE), f, i, ages, False),
+        "scatter_add_rows": (f, i, rows, ages, -1.0, False),
+        "row_norms": (f,),
+        "compact_adamw_": adam,
+        "compact_grad": (f, f.clone(), i),
+        "row_sketch": (f, f.clone(), None, 4, 9),
+    }
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize("name", list(calls()))
+def test_registration(name, implementation, monkeypatch) -> None:
+    monkeypatch.setenv("GRASS_KERNELS", implementation)
+    utils = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(getattr(torch.ops.grass, name).default, calls()[name], test_utils=utils)
+
+
+def test_fake_tensors_see_shapes() -> None:
+    with FakeTensorMode():
+        x, i = torch.empty(70_000, 9, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int64)
+        assert kernels.gather_rows(x, i, dtype=torch.float32).shape == (4, 9)
+        assert kernels.gather_cols(x, i).shape == (70_000, 4)
+        assert kernels.row_norms(x, 1).shape == (9,)
+        assert kernels.row_norms(x).dtype == torch.float32
+        assert kernels.compact_grad(x, torch.empty(70_000, 5, dtype=torch.bfloat16), i, 1).shape == (9, 4)
+        assert kernels.row_sketch(x, x, size=16).shape == (9, 16)
+
+
+def test_compiles_into_one_graph() -> None:
+    def step(weight, grad, indices, m, v):
+        kernels.compact_adamw_(weight, indices, grad, m, v, 3, gather_grad=True, step_size=0.1)
+        product = kernels.compact_grad(grad, weight, indices, 1)
+        return kernels.gather_rows(weight, indices, dtype=torch.float32).sum() + kernels.row_norms(product).sum()
+
+    def arguments():
+        torch.manual_seed(0)
+        moments = torch.zeros(2, 5, device=DEVICE), torch.zeros(2, 5, device=DEVICE)
+        return (
+            torch.randn(4, 5, device=DEVICE),
+            torch.randn(4, 5, device=DEVICE),
+            torch.tensor([3, 1], device=DEVICE),
+            *moments,
+        )
+
+    plain, compiled = arguments(), arguments()
+    expected = step(*plain)
+    ours = torch.compile(step, fullgraph=True, backend="aot_eager")(*compiled)
+    torch.testing.assert_close(ours, expected)
+    for a, b in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(a, b)

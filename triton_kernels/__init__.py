@@ -1,0 +1,24 @@
+"""Grass's inner loops: Triton kernels on CUDA, torch twins of the same signature elsewhere (:mod:`dispatch`)."""
+
+from .compact_adamw import compact_adamw_
+from .compact_grad import compact_grad
+from .gather_rows import gather_cols, gather_rows
+from .random_bits import make_key, random_bits, round_stochastically
+from .row_norms import row_norms
+from .row_sketch import random_signs, row_sketch
+from .scatter_add_rows import scatter_add_cols, scatter_add_rows
+
+__all__ = [
+    "compact_adamw_",
+    "compact_grad",
+    "gather_cols",
+    "gather_rows",
+    "make_key",
+    "random_bits",
+    "random_signs",
+    "round_stochastically",
+    "row_norms",
+    "row_sketch",
+    "scatter_add_cols",
+    "scatter_add_rows",
+]

@@ -1,0 +1,224 @@
+r"""One AdamW step of the chosen rows of a weight, in one pass over them.
+
+For row ``j`` of ``r``, which is row ``sigma_j`` of the weight ``W (m, n)``, at its own step ``t_j``::
+
+    M_j <- M_j + (1 - beta1) (g_j - M_j)
+    V_j <- beta2 V_j + (1 - beta2) g_j^2
+    w_j <- shrink w_j - step_size / (1 - beta1^t_j)  M_j / (sqrt(V_j / (1 - beta2^t_j)) + eps)
+    W[sigma_j] <- w_j
+
+``w`` is a tensor of its own (``rows``, possibly finer than ``W``) or ``W[sigma]``. What is stored in half precision is
+rounded stochastically where a ``key`` is given (:mod:`random_bits`): bit streams 0, 1, 2 for ``w``, ``M``, ``V``, the
+counter of an element being its place ``sigma_j n + k`` in the weight.
+
+Floor in bytes, all float32: ``28 r n`` on the weight's own rows (4 values read, 3 written), ``32 r n`` with ``rows``.
+With a bfloat16 weight and float32 moments: ``22 r n`` on its own rows, ``30 r n`` with float32 ``rows`` and their
+gradient. About ``15 r n`` FLOPs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from grass.functional import StepCoefficients, adam_direction_
+
+from .dispatch import kernel_op
+from .language import cdiv, jit, narrowed, tile, tl
+from .random_bits import key_words, random_bits, random_bits_kernel, round_stochastically, round_stochastically_kernel
+
+
+def compact_adamw_(
+    weight: Tensor,
+    indices: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    row_steps: Tensor | float,
+    *,
+    dim: int = 0,
+    rows: Tensor | None = None,
+    gather_grad: bool = False,
+    step_size: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    shrink: float = 1.0,
+    maximize: bool = False,
+    key: int | None = None,
+) -> None:
+    """Step the chosen rows (``dim=1``: columns) of ``weight``; also updates both moments and ``rows``, in place.
+
+    Args:
+        weight: ``(m, n)``, any strides.
+        indices: int64 ``(r,)``, distinct, each in ``[0, m)`` (``dim=1``: ``[0, n)``). Kernels do not check the range.
+        grad: the compact gradient ``(r, n)`` (``(m, r)``), or with ``gather_grad`` the full one.
+        exp_avg: ``M``, ``(r, n)`` (``(m, r)``).
+        exp_avg_sq: ``V``, likewise.
+        row_steps: Adam steps of the rows, this one included: a number, or float ``(r,)``.
+        dim: 0 for rows, 1 for columns.
+        rows: the values ``w``, ``(r, n)`` (``(m, r)``), where the weight's own do not serve.
+        gather_grad: whether ``grad`` is the full gradient.
+        step_size: the learning rate.
+        betas: decay rates of the moments.
+        eps: added to the denominator.
+        shrink: ``1 - lr weight_decay``.
+        maximize: ascend.
+        key: of stochastic rounding, :func:`random_bits.make_key`; ``None`` rounds to nearest.
+    """
+    if dim == 1:
+        weight, grad, exp_avg, exp_avg_sq = weight.t(), grad.t(), exp_avg.t(), exp_avg_sq.t()
+        rows = None if rows is None else rows.t()
+    ages, step = (row_steps, 0.0) if isinstance(row_steps, Tensor) else (None, float(row_steps))
+    tensors = weight, indices, rows, grad, exp_avg, exp_avg_sq, ages
+    _compact_adamw(*tensors, step, step_size, *betas, eps, shrink, maximize, gather_grad, key)
+
+
+def _twin(
+    weight: Tensor,
+    indices: Tensor,
+    rows: Tensor | None,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    ages: Tensor | None,
+    step: float,
+    step_size: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    shrink: float,
+    maximize: bool,
+    gather_grad: bool,
+    key: int | None,
+) -> None:
+    wide = torch.promote_types(exp_avg.dtype, torch.float32)
+    first, second = exp_avg.to(wide), exp_avg_sq.to(wide)
+    steps = torch.tensor(step, dtype=torch.float64) if ages is None else ages
+    c = StepCoefficients.at(steps, lr=step_size, betas=(beta1, beta2)).along(0)
+    compact = grad.index_select(0, indices) if gather_grad else grad
+    update = adam_direction_(
+        compact, first, second, c.denominator, betas=(beta1, beta2), eps=eps, maximize=maximize
+    ).mul_(c.step_size)
+    old = weight.index_select(0, indices) if rows is None else rows
+    new = old.to(wide).mul(shrink).sub_(update)
+    counter = indices.unsqueeze(1) * weight.shape[1] + torch.arange(weight.shape[1], device=weight.device)
+    for stream, moment, value in ((1, exp_avg, first), (2, exp_avg_sq, second)):
+        if value is not moment:
+            moment.copy_(_rounded(value, moment.dtype, counter, key, stream))
+    value = _rounded(new, old.dtype, counter, key, 0)
+    if rows is not None:
+        rows.copy_(value)
+    weight.index_copy_(0, indices, value.to(weight.dtype))
+
+
+def _rounded(x: Tensor, dtype: torch.dtype, counter: Tensor, key: int | None, stream: int) -> Tensor:
+    if key is None or x.dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
+        return x.to(dtype)
+    return round_stochastically(x, dtype, random_bits(counter, key, stream))
+
+
+def _launch(
+    weight: Tensor,
+    indices: Tensor,
+    rows: Tensor | None,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    ages: Tensor | None,
+    step: float,
+    step_size: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    shrink: float,
+    maximize: bool,
+    gather_grad: bool,
+    key: int | None,
+) -> None:
+    r, n = exp_avg.shape
+    values = weight if rows is None else rows
+    transposed = weight.stride(0) == 1 and weight.stride(1) > 1
+    block_r, block_n = tile(r, n, transposed, elements=1024)
+    logs = (math.log(beta) if beta > 0 else -1e30 for beta in (beta1, beta2))
+    low = key_words(key or 0)[0]
+    words = low, *(key_words(key or 0, stream)[1] for stream in range(3))
+    strides = *weight.stride(), *values.stride(), *grad.stride(), *exp_avg.stride(), *exp_avg_sq.stride()
+    hyperparameters = step, step_size, *logs, 1 - beta1, beta2, 1 - beta2, eps, shrink, -1.0 if maximize else 1.0
+    flags = rows is not None, gather_grad, ages is not None, key is not None
+    _compact_adamw_kernel[cdiv(r, block_r), cdiv(n, block_n)](
+        weight, indices, values, grad, exp_avg, exp_avg_sq, ages, r, n, *strides, *hyperparameters, *words, *flags,
+        block_r, block_n,
+    )  # fmt: skip
+
+
+@jit
+def _correction(steps, log_beta):
+    """``1 - beta^t``: a Taylor series where the difference would lose digits, to float32's precision."""
+    z = steps * log_beta
+    s = tl.maximum(z, -1.0)
+    series = 1 + s / 6 * (1 + s / 7 * (1 + s / 8 * (1 + s / 9 * (1 + s / 10))))
+    series = 1 + s / 2 * (1 + s / 3 * (1 + s / 4 * (1 + s / 5 * series)))
+    return tl.where(z > -1.0, -s * series, 1 - tl.exp(z))
+
+
+@jit
+def _store(place, value, inside, counter, key_low, key_high, STOCHASTIC: tl.constexpr):
+    """Store ``value``, rounded to the type of ``place``; returns it so."""
+    dtype: tl.constexpr = place.dtype.element_ty
+    if STOCHASTIC and dtype != tl.float32:
+        rounded = round_stochastically_kernel(value, dtype, random_bits_kernel(counter, key_low, key_high))
+    else:
+        rounded = narrowed(value, dtype)
+    tl.store(place, rounded, mask=inside)
+    return rounded
+
+
+@jit
+def _compact_adamw_kernel(
+    weight, indices, values, grad, exp_avg, exp_avg_sq, ages, r, n,
+    weight_row, weight_col, value_row, value_col, grad_row, grad_col, m_row, m_col, v_row, v_col,
+    step, step_size, log_beta1, log_beta2, complement1, beta2, complement2, eps, shrink, sign,
+    key_low, key_high, key_high1, key_high2,
+    HAS_ROWS: tl.constexpr, GATHER_GRAD: tl.constexpr, PER_ROW: tl.constexpr, STOCHASTIC: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    col = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    there = row < r
+    target = tl.load(indices + row, mask=there, other=0)[:, None]
+    steps = tl.load(ages + row, mask=there, other=1.0) if PER_ROW else tl.full([BLOCK_R], 0.0, tl.float32) + step
+    size = (step_size / _correction(steps, log_beta1))[:, None]
+    root = tl.sqrt(_correction(steps, log_beta2))[:, None]
+    row, inside = row[:, None], there[:, None] & (col < n)
+
+    grad_at = grad + (target if GATHER_GRAD else row) * grad_row + col * grad_col
+    g = tl.load(grad_at, mask=inside, other=0.0).to(tl.float32) * sign
+    m_at, v_at = exp_avg + row * m_row + col * m_col, exp_avg_sq + row * v_row + col * v_col
+    m = tl.load(m_at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(v_at, mask=inside, other=0.0).to(tl.float32)
+    value_at = values + (row if HAS_ROWS else target) * value_row + col * value_col
+    w = tl.load(value_at, mask=inside, other=0.0).to(tl.float32)
+
+    m += (g - m) * complement1
+    v = v * beta2 + g * g * complement2
+    w = w * shrink - size * (m / (tl.sqrt(v) / root + eps))
+
+    counter = target * n + col
+    _store(m_at, m, inside, counter, key_low, key_high1, STOCHASTIC)
+    _store(v_at, v, inside, counter, key_low, key_high2, STOCHASTIC)
+    w = _store(value_at, w, inside, counter, key_low, key_high, STOCHASTIC)
+    if HAS_ROWS:
+        w = w.to(tl.float32)
+        tl.store(weight + target * weight_row + col * weight_col, narrowed(w, weight.dtype.element_ty), mask=inside)
+
+
+_compact_adamw = kernel_op(
+    "compact_adamw_(Tensor(a!) weight, Tensor indices, Tensor(b!)? rows, Tensor grad, Tensor(c!) exp_avg, "
+    "Tensor(d!) exp_avg_sq, Tensor? ages, float step, float step_size, float beta1, float beta2, float eps, "
+    "float shrink, bool maximize, bool gather_grad, int? key) -> ()",
+    twin=_twin,
+    launch=_launch,
+    fake=lambda *_: None,
+)

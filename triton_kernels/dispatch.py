@@ -1,0 +1,85 @@
+"""Which implementation of an operation runs: its Triton kernel or its torch twin. Decided here and nowhere else.
+
+CUDA tensors go to Triton, all others to torch. ``GRASS_KERNELS=torch`` or ``GRASS_KERNELS=triton`` overrides that; on
+CPU tensors Triton runs only in its interpreter (``TRITON_INTERPRET=1``, set before the first import). What a kernel
+does not take goes to the twin, and the log says so once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .language import INTERPRETED, triton
+
+logger = logging.getLogger("grass")
+
+REAL = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Types of the matrices that kernels take; their indices are int64."""
+
+_LIBRARY = torch.library.Library("grass", "DEF")
+
+
+def kernel_op(schema: str, *, twin: Callable[..., Any], launch: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register ``torch.ops.grass.<name>`` and return it.
+
+    Args:
+        schema: ``name(arguments) -> returns`` in the syntax of ``torch.library``; ``Tensor(a!)`` is written to.
+        twin: the operation in torch; takes every device and type, and is the oracle in tests.
+        launch: the operation in Triton.
+        fake: shapes and types of the results, for ``torch.compile`` and fake tensors.
+    """
+    name = schema[: schema.index("(")]
+
+    def run(*args: Any) -> Any:
+        return (launch if runs_triton(name, *args) else twin)(*args)
+
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"grass::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.grass, name).default
+
+
+def runs_triton(name: str, *args: Any) -> bool:
+    """Whether the operation ``name`` takes its Triton kernel for these arguments.
+
+    Raises:
+        ValueError: ``GRASS_KERNELS`` is neither ``torch`` nor ``triton``.
+    """
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if not _wants_triton(tensors[0].device.type):
+        return False
+    reason = _obstacle(tensors)
+    if reason:
+        _say_once(name, reason)
+    return reason is None
+
+
+def _wants_triton(device: str) -> bool:
+    choice = os.environ.get("GRASS_KERNELS", "")
+    if choice not in ("", "torch", "triton"):
+        raise ValueError(f"Invalid GRASS_KERNELS={choice!r}: must be 'torch' or 'triton', or unset")
+    return choice == "triton" or (choice == "" and device == "cuda")
+
+
+def _obstacle(tensors: list[Tensor]) -> str | None:
+    """Why these tensors cannot go to a kernel."""
+    if triton is None:
+        return "triton is not installed"
+    for t in tensors:
+        if t.device.type != ("cpu" if INTERPRETED else "cuda"):
+            return f"no kernel for {t.device.type} tensors" + (" in the interpreter" if INTERPRETED else "")
+        if t.layout != torch.strided or (t.dtype not in REAL and t.dtype != torch.int64):
+            return f"no kernel for {t.dtype} tensors of layout {t.layout}"
+    return None
+
+
+@functools.cache
+def _say_once(name: str, reason: str) -> None:
+    logger.warning("grass::%s runs in torch: %s", name, reason)
