@@ -84,9 +84,10 @@ def test_a_begun_cell_is_left_to_its_process(tmp_path, grid_file):
 
 
 def test_killed_and_continued(tmp_path, grid_file):
-    grid_file.write_text(grid_file.read_text().replace("short: 10", "short: 50"))
+    grid_file.write_text(grid_file.read_text().replace("short: 10", "short: 30"))
     process = subprocess.Popen([sys.executable, str(STUDY / "run.py"), *command(tmp_path)], stderr=subprocess.DEVNULL)
-    while not (tmp_path / "cells.csv").exists() and process.poll() is None:
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "cells.csv").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
