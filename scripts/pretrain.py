@@ -34,6 +34,7 @@ from grass.training.flags import HelpFormatter, add_optimizer_flags, from_flags
 from grass.training.loop import Result, TrainConfig, Trainer
 from grass.training.models import LLAMA_SHAPES, build_llama, llama_config
 from grass.training.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer
+from grass.training.throughput import model_flops_per_token, peak_flops, peak_memory
 
 CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every", "keep", "device"}
 """Flags that may differ between a run and its continuation."""
@@ -51,7 +52,9 @@ def main(argv: list[str] | None = None) -> None:
         data = load_data(data_config)
         config = llama_config(args.model, vocab_size=data.vocab_size, max_seq_len=args.seq_len)
         dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-        model = build_llama(config, seed=args.seed, dtype=dtype).to(torch.device(device_name(args.device)))
+        placed = {"dtype": dtype, "device": device_name(args.device)}
+        saved_memory = {"checkpointing": args.checkpointing, "chunk_tokens": args.chunked_loss}
+        model = build_llama(config, seed=args.seed, **placed, **saved_memory)
         optimizer = build_optimizer(model, optimizer_config)
         settings = {name: value for name, value in vars(args).items() if name not in CHANGEABLE}
         trainer = Trainer(model, optimizer, data, train_config, checkpoints, settings)
@@ -59,17 +62,21 @@ def main(argv: list[str] | None = None) -> None:
             print(f"Resumed at step {trainer.step}")
     except ValueError as error:
         parser.error(str(error))
-    report(trainer.run(), args)
+    report(trainer.run(), trainer, args)
     if trainer.step == args.steps:
         export_model(model, args.out / "model")
 
 
-def report(result: Result, args: argparse.Namespace) -> None:
+def report(result: Result, trainer: Trainer, args: argparse.Namespace) -> None:
     if result.step < args.steps:
         print(f"Stopped at step {result.step} of {args.steps}: the same command with --resume goes on from there")
     else:
         print(f"eval loss {result.eval_loss:.4f}, {result.tokens_per_second:,.0f} tokens/s")
         print(f"state {result.state_bytes.device:,} bytes, on the host {result.state_bytes.host:,}")
+    flops = result.tokens_per_second * model_flops_per_token(trainer.model, args.seq_len)
+    peak = peak_flops(trainer.device)
+    share = f", MFU {flops / peak:.1%} of {peak / 1e12:.0f} TFLOP/s" if peak else ""
+    print(f"{flops / 1e12:.3g} model TFLOP/s{share}; peak memory {peak_memory(trainer.device):,} bytes")
 
 
 def checkpoint_store(args: argparse.Namespace, optimizer: OptimizerConfig) -> CheckpointStore | None:
@@ -115,6 +122,8 @@ def add_training_flags(add: Any) -> None:
         help="steps of warm-up, before a cosine to a tenth; default: a tenth of the run, up to 100",
     )
     add("--accumulate", type=int, default=1, help="batches per step")
+    add("--checkpointing", action="store_true", help="keep layers' inputs alone and run each forward again in backward")
+    add("--chunked-loss", type=int, default=0, metavar="TOKENS", help="logits of so many tokens at a time; 0: of all")
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0 is off")
     add("--eval-every", type=int, default=100, help="steps between evaluations")
     add("--log-every", type=int, default=10, help="steps between logged rows")

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from tqdm import tqdm
@@ -165,9 +164,10 @@ class Trainer:
     def _loss(self, batch: Tensor) -> Tensor:
         """Mean cross-entropy of the next token, in float32."""
         batch = batch.to(self.device, non_blocking=True)
+        inputs, targets = batch[:, :-1], batch[:, 1:].contiguous()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.autocast):
-            logits = self.model(input_ids=batch[:, :-1]).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+            loss: Tensor = self.model(input_ids=inputs, labels=targets, shift_labels=targets).loss
+        return loss
 
     @torch.no_grad()
     def evaluate(self) -> float:

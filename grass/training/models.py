@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from grass.training.chunked_loss import chunk_loss
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,46 @@ def llama_config(name: str, *, vocab_size: int, max_seq_len: int) -> LlamaConfig
     )
 
 
-def build_llama(config: LlamaConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A ``LlamaForCausalLM`` with random weights: the same for the same seed; global generators stay as they are."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+def build_llama(
+    config: LlamaConfig,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    checkpointing: bool = False,
+    chunk_tokens: int = 0,
+) -> PreTrainedModel:
+    """A ``LlamaForCausalLM`` with random weights, made on ``device`` in ``dtype``: no second copy exists at any time.
+
+    The same seed gives the same weights on devices of one type; global generators stay as they are.
+
+    Args:
+        config: sizes.
+        seed: of the weights.
+        dtype: of the weights.
+        device: where they are made.
+        checkpointing: keep only the inputs of decoder layers for backward, which runs each layer's forward again.
+        chunk_tokens: tokens whose logits the loss holds at a time (:mod:`grass.training.chunked_loss`); 0 for all.
+    """
+    device = torch.device(device)
+    with seeded(seed, device), device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    if checkpointing:
+        enable_checkpointing(model)
+    if chunk_tokens:
+        chunk_loss(model, chunk_tokens)
     return model
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from a seed, on the CPU and on ``device``, with the generators as before afterwards."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Activation checkpointing of every decoder layer, by transformers, in the variant that torch recommends."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

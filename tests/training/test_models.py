@@ -19,8 +19,7 @@ from grass.training.models import build_llama, llama_config
     ],
 )
 def test_parameter_counts(name, vocab_size, parameters):
-    with torch.device("meta"):
-        model = build_llama(llama_config(name, vocab_size=vocab_size, max_seq_len=1024))
+    model = build_llama(llama_config(name, vocab_size=vocab_size, max_seq_len=1024), device="meta")
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
@@ -38,6 +37,23 @@ def test_bf16_weights_keep_rotary_frequencies_in_fp32():
     model = build_llama(llama_config("1m", vocab_size=257, max_seq_len=32), dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_checkpointing_and_chunks_leave_loss_and_gradients():
+    config, ids = llama_config("1m", vocab_size=257, max_seq_len=32), torch.randint(257, (2, 9))
+    results = []
+    for options in ({}, {"checkpointing": True, "chunk_tokens": 5}):
+        model = build_llama(config, **options)
+        calls = []
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
+        output = model(input_ids=ids, labels=ids)
+        output.loss.backward()
+        results.append((len(calls), output.logits is None, output.loss, [p.grad for p in model.parameters()]))
+    (calls, chunked, loss, grads), (calls_again, chunked_again, loss_again, grads_again) = results
+    assert (calls, calls_again) == (1, 2), "forward runs again in backward"
+    assert (chunked, chunked_again) == (False, True)
+    torch.testing.assert_close(loss_again, loss)
+    torch.testing.assert_close(grads_again, grads)
 
 
 def test_unknown_name():

@@ -1,0 +1,108 @@
+"""The chunked loss against the whole one: value, gradients, and what it never holds."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+from grass.training.chunked_loss import IGNORED, chunk_loss, chunked_cross_entropy
+from grass.training.models import llama_config
+
+VOCABULARY, HIDDEN = 101, 24
+
+
+def problem(dtype, bias=False):
+    head = nn.Linear(HIDDEN, VOCABULARY, bias=bias, dtype=dtype)
+    hidden = torch.randn(3, 7, HIDDEN, dtype=dtype, requires_grad=True)
+    targets = torch.randint(VOCABULARY, (3, 7))
+    targets[0, :3] = IGNORED
+    return hidden, targets, head
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 21, 100])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-6), (torch.bfloat16, 2e-2)], ids=["fp64", "bf16"]
+)  # the loss is float32; bf16 head gradients add up in bf16
+def test_equals_cross_entropy(chunk_tokens, dtype, rtol):
+    hidden, targets, head = problem(dtype, bias=True)
+    inputs = [hidden, *head.parameters()]
+    whole = F.cross_entropy(head(hidden).float().flatten(0, 1), targets.flatten())
+    chunked = chunked_cross_entropy(hidden, targets, head, chunk_tokens=chunk_tokens)
+    assert chunked.dtype == torch.float32
+    torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=0)
+    expected, actual = torch.autograd.grad(3 * whole, inputs), torch.autograd.grad(3 * chunked, inputs)
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == dtype
+        assert torch.linalg.vector_norm(one - other) <= rtol * torch.linalg.vector_norm(other)
+
+
+class LargestTensor(TorchDispatchMode):
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        tensors = [out] if isinstance(out, torch.Tensor) else out if isinstance(out, tuple) else []
+        self.elements = max([self.elements, *(t.numel() for t in tensors if isinstance(t, torch.Tensor))])
+        return out
+
+
+def test_never_holds_the_logits_of_more_than_a_chunk():
+    hidden, targets, head = torch.randn(400, 2, requires_grad=True), torch.randint(101, (400,)), nn.Linear(2, 101)
+    with LargestTensor() as largest:
+        chunked_cross_entropy(hidden, targets, head, chunk_tokens=16).backward()
+    assert largest.elements == 16 * 101
+    with LargestTensor() as largest:
+        F.cross_entropy(head(hidden), targets).backward()
+    assert largest.elements == 400 * 101
+
+
+def models():
+    config = llama_config("1m", vocab_size=VOCABULARY, max_seq_len=16)
+    torch.manual_seed(0)
+    plain, chunked = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    chunked.load_state_dict(plain.state_dict())
+    chunk_loss(chunked, 5)
+    return plain, chunked
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_models_own_loss(shifted):
+    plain, chunked = models()
+    ids = torch.randint(VOCABULARY, (2, 12))
+    arguments = {"labels": ids, "shift_labels": ids.roll(-1, 1)} if shifted else {"labels": ids}
+    expected, actual = plain(input_ids=ids, **arguments).loss, chunked(input_ids=ids, **arguments)
+    assert actual.logits is None
+    torch.testing.assert_close(actual.loss, expected)
+    expected.backward()
+    actual.loss.backward()
+    for one, other in zip(chunked.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_copies_compute_their_own_loss():
+    _, model = models()
+    copied, ids = copy.deepcopy(model), torch.randint(VOCABULARY, (2, 12))
+    torch.nn.init.zeros_(copied.lm_head.weight)
+    assert copied(input_ids=ids, labels=ids).loss.item() == pytest.approx(math.log(VOCABULARY))
+
+
+def test_without_labels_nothing_changes():
+    plain, chunked = models()
+    ids = torch.randint(VOCABULARY, (2, 12))
+    torch.testing.assert_close(chunked(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+def test_errors():
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11))
+    with pytest.raises(ValueError, match="chunk_tokens=0: must be >= 1"):
+        chunk_loss(model, 0)
+    with pytest.raises(ValueError, match="chunk_tokens=0: must be >= 1"):
+        chunked_cross_entropy(torch.zeros(1, 2), torch.zeros(1).long(), nn.Linear(2, 3), chunk_tokens=0)
+    model.config.logit_scale = 0.5
+    with pytest.raises(ValueError, match="changes its logits"):
+        chunk_loss(model, 4)
