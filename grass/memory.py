@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from grass.moments import HOST_KEYS
 
@@ -26,7 +27,10 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
-    """Bytes of all tensors in the state of any optimizer, also those inside containers and plain objects."""
+    """Bytes of all tensors in the state of any optimizer, also those inside containers, plain objects and subclasses.
+
+    A tensor subclass that says what it is made of, as torchao's quantised states do, counts as its parts.
+    """
     device = host = 0
     for state in optimizer.state.values():
         for key, value in state.items():
@@ -40,7 +44,9 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        return [value]
+        if not is_traceable_wrapper_subclass(value):
+            return [value]
+        return [t for name in value.__tensor_flatten__()[0] for t in _tensors(getattr(value, name))]
     if isinstance(value, dict):
         return [t for v in value.values() for t in _tensors(v)]
     if isinstance(value, (list, tuple)):

@@ -70,3 +70,11 @@ def test_storage_behind_the_state_is_no_larger() -> None:
 
 def test_before_the_first_step() -> None:
     assert state_bytes(GrassAdamW([Parameter(torch.randn(M, N))], rank=R)) == (0, 0)
+
+
+def test_a_quantised_state_counts_as_its_parts():
+    subclass = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit
+    optimizer = torch.optim.SGD([weight := torch.nn.Parameter(torch.zeros(64, 128))], lr=0.1)
+    optimizer.state[weight]["exp_avg"] = subclass.zeros((64, 128), block_size=256)
+    codes, scales, code_book = 64 * 128, 4 * 64 * 128 // 256, 4 * 256
+    assert state_bytes(optimizer) == (codes + scales + code_book, 0)
