@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from grass.moments import HOST_KEYS
 
@@ -44,9 +43,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        if not is_traceable_wrapper_subclass(value):
-            return [value]
-        return [t for name in value.__tensor_flatten__()[0] for t in _tensors(getattr(value, name))]
+        flatten = getattr(value, "__tensor_flatten__", None)
+        return [value] if flatten is None else [t for name in flatten()[0] for t in _tensors(getattr(value, name))]
     if isinstance(value, dict):
         return [t for v in value.values() for t in _tensors(v)]
     if isinstance(value, (list, tuple)):
