@@ -19,18 +19,18 @@ from results import CURVE
 from run import DIRECTORY
 from tables import read_cells, step_seconds, study_rows
 
-FINAL = "final"
-"""Name of the study whose curves are drawn."""
+SWEEP, FINAL = "learning rate", "final"
+"""Names of the studies that are drawn as sweeps and as curves."""
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="of grid.yaml, cells.csv and speed.csv")
-    directory = parser.parse_args().directory
+    directory = parser.parse_args(argv).directory
     mpl.use("Agg")
     rows, speed = read_cells(directory / "cells.csv"), pd.read_csv(directory / "speed.csv", index_col="method")
     studies = load_grid(directory / "grid.yaml").studies
-    plot_sweeps([study for study in studies if study.name == "learning rate"], rows, directory / "lr.png")
+    plot_sweeps([study for study in studies if study.name == SWEEP], rows, directory / "lr.png")
     plot_curves([study for study in studies if study.name == FINAL], rows, speed, directory / "curves.png")
 
 

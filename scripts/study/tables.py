@@ -17,12 +17,12 @@ from run import DIRECTORY
 from grass.training.optimizers import OptimizerConfig
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", type=Path, default=DIRECTORY / "grid.yaml")
     parser.add_argument("--results", type=Path, default=DIRECTORY / "cells.csv")
     parser.add_argument("--study", help="its name; default: all")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rows = read_cells(args.results)
     for study in load_grid(args.grid).studies:
         if args.study in (None, study.name):
