@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from prototypes import PrototypeConfig
 
 from grass.training.data import DataConfig
 from grass.training.models import LLAMA_SHAPES
@@ -68,7 +67,7 @@ class Study:
     """One question: the cells that answer it.
 
     Attributes:
-        name: what is varied, in a few words.
+        name: what is varied, in a few words; studies of one name make one table.
         cells: in the order in which they run.
     """
 
@@ -92,6 +91,17 @@ class Grid:
     def cells(self) -> list[Cell]:
         """Every cell once, in the order in which they run."""
         return list({cell.key: cell for study in self.studies for cell in study.cells}.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the studies, each once."""
+        return list(dict.fromkeys(study.name for study in self.studies))
+
+    def study(self, name: str) -> Study:
+        """The cells of all studies of this name, as one; none if there is no such study."""
+        return Study(
+            name=name, cells=tuple(cell for study in self.studies if study.name == name for cell in study.cells)
+        )
 
 
 def load_grid(path: Path) -> Grid:
@@ -119,8 +129,7 @@ def _study(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Study:
     for method, seed in itertools.product(entry["methods"], entry["seeds"]):
         settings = {**_look_up(document["methods"], method, "method"), **entry.get("set", {}), "seed": seed}
         for values in itertools.product(*varied.values()):
-            cls = PrototypeConfig if settings["name"] == "prototype" else OptimizerConfig
-            optimizer = _build(cls, settings | dict(zip(varied, values, strict=True)))
+            optimizer = _build(OptimizerConfig, settings | dict(zip(varied, values, strict=True)))
             model = entry.get("model", document["model"])
             cells.append(Cell(model=model, steps=steps, seed=seed, optimizer=optimizer))
     return Study(name=entry["name"], cells=tuple(cells))

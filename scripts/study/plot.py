@@ -9,17 +9,16 @@ The left half of ``curves.png`` is at equal tokens; in the right half every meth
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 import matplotlib as mpl
 import pandas as pd
-from grid import CURVE_POINTS, Study, load_grid
+from grid import CURVE_POINTS, load_grid
 from results import CURVE
 from run import DIRECTORY
 from tables import read_cells, step_seconds, study_rows
 
-SWEEP, FINAL = "learning rate", "final"
+SWEEP, FINAL = "learning rate", "seeds"
 """Names of the studies that are drawn as sweeps and as curves."""
 
 
@@ -29,32 +28,30 @@ def main(argv: list[str] | None = None) -> None:
     directory = parser.parse_args(argv).directory
     mpl.use("Agg")
     rows, speed = read_cells(directory / "cells.csv"), pd.read_csv(directory / "speed.csv", index_col="method")
-    studies = load_grid(directory / "grid.yaml").studies
-    plot_sweeps([study for study in studies if study.name == SWEEP], rows, directory / "lr.png")
-    plot_curves([study for study in studies if study.name == FINAL], rows, speed, directory / "curves.png")
+    grid = load_grid(directory / "grid.yaml")
+    plot_sweeps(study_rows(grid.study(SWEEP), rows), directory / "lr.png")
+    plot_curves(study_rows(grid.study(FINAL), rows), speed, directory / "curves.png")
 
 
-def plot_sweeps(studies: list[Study], rows: pd.DataFrame, path: Path) -> None:
+def plot_sweeps(cells: pd.DataFrame, path: Path) -> None:
     """Final loss against the learning rate, one line per method."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
-    cells = pd.concat([study_rows(study, rows) for study in studies]).drop_duplicates(["optimizer", "settings", "seed"])
-    cells["lr"] = [float(re.match(r"lr=(\S+)", settings).group(1)) for settings in cells["settings"]]
-    for method, sweep in cells.groupby("optimizer", sort=False):
-        axes.plot(*zip(*sorted(zip(sweep["lr"], sweep[CURVE[-1]], strict=True)), strict=True), "o-", label=method)
+    rates = cells["settings"].str.extract(r"lr=(\S+)", expand=False).astype(float)
+    for method, sweep in cells.assign(lr=rates).sort_values("lr").groupby("optimizer", sort=False):
+        axes.plot(sweep["lr"], sweep[CURVE[-1]], "o-", label=method)
     axes.set(xscale="log", xlabel="learning rate", ylabel="held-out loss, nats per byte")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
 
-def plot_curves(studies: list[Study], rows: pd.DataFrame, speed: pd.DataFrame, path: Path) -> None:
+def plot_curves(cells: pd.DataFrame, speed: pd.DataFrame, path: Path) -> None:
     """Held-out loss, mean of the seeds, against tokens and against measured step time."""
     from matplotlib import pyplot as plt
 
     figure, (by_tokens, by_time) = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
-    cells = pd.concat([study_rows(study, rows) for study in studies])
     for (method, settings), runs in cells.groupby(["optimizer", "settings"], sort=False):
         done = [(point + 1) / CURVE_POINTS for point in range(CURVE_POINTS)]
         losses = runs[list(CURVE)].mean()

@@ -1,4 +1,4 @@
-"""Print the tables of a study as Markdown: every study of the grid, at equal tokens and at equal wall-clock.
+"""Print what a study found as Markdown: a table for each name in the grid, of the cells that have finished.
 
 python scripts/study/tables.py                 # all
 python scripts/study/tables.py --study final   # one
@@ -24,9 +24,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--study", help="its name; default: all")
     args = parser.parse_args(argv)
     rows = read_cells(args.results)
-    for study in load_grid(args.grid).studies:
-        if args.study in (None, study.name):
-            print(f"\n### {study.name}\n\n{markdown(seed_means(study_rows(study, rows)))}")
+    grid = load_grid(args.grid)
+    for name in [args.study] if args.study else grid.names:
+        print(f"\n### {name}\n\n{markdown(seed_means(study_rows(grid.study(name), rows)))}")
 
 
 def read_cells(path: Path) -> pd.DataFrame:
