@@ -30,7 +30,7 @@ import torch
 
 from grass.training.checkpoint import CheckpointStore, export_model
 from grass.training.data import DataConfig, load_data
-from grass.training.flags import HelpFormatter, add_optimizer_flags, from_flags
+from grass.training.flags import HelpFormatter, add_optimizer_flags, from_flags, split_and_path
 from grass.training.loop import Result, TrainConfig, Trainer
 from grass.training.models import LLAMA_SHAPES, build_llama, llama_config
 from grass.training.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer
@@ -144,13 +144,6 @@ def add_data_flags(add: Any) -> None:
     add("--eval-split", default="validation", help="held-out split")
     add("--data-files", nargs="+", type=split_and_path, default=(), metavar="SPLIT=GLOB")
     add("--text-column", default="text", help="column that holds the text")
-
-
-def split_and_path(text: str) -> tuple[str, str]:
-    split, equals, path = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be SPLIT=GLOB, such as train=a.jsonl")
-    return split, path
 
 
 if __name__ == "__main__":

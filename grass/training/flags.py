@@ -46,3 +46,11 @@ def add_optimizer_flags(add: AddFlag) -> None:
 def number(text: str) -> int | float:
     """An integer, or with a point or an exponent a float."""
     return float(text) if set(text) & set(".e") else int(text)
+
+
+def split_and_path(text: str) -> tuple[str, str]:
+    """``SPLIT=GLOB`` as a pair."""
+    split, equals, path = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be SPLIT=GLOB, such as train=a.jsonl")
+    return split, path
