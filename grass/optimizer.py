@@ -115,7 +115,8 @@ class GrassAdamW(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
-                group.setdefault(key, value)
+                if key != "differentiable":  # put among the defaults by torch, just now
+                    group.setdefault(key, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, after checking its values against its tensors."""

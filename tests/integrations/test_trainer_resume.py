@@ -18,20 +18,27 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "gradient_checkpointing": {"gradient_checkpointing": True},
     "torch_compile": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "torch_compile, inductor": {"torch_compile": True},
 }
+LONG = {("dense", "torch_compile"), ("dense", "torch_compile, inductor"), ("compact", "torch_compile, inductor")}
+CASES = [
+    pytest.param(mode, features, id=f"{mode}-{name}", marks=[pytest.mark.slow] if (mode, name) in LONG else [])
+    for mode in MODES
+    for name, features in FEATURES.items()
+]
 
 
 def run(
     build: Build, path: Path, mode: str, features: dict[str, Any], resume: Path | None = None, seed: int = 0
 ) -> Any:
     torch.compiler.reset()
-    ours = trainer(build(seed=seed), arguments(path, **features), mode)
+    model = build(seed=seed, layers=1 if "torch_compile" in features else 2)  # compiles in half the time
+    ours = trainer(model, arguments(path, **features), mode)
     ours.train(resume_from_checkpoint=str(resume) if resume else None)
     return ours
 
 
-@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "features"), CASES)
 def test_resume(tiny_llama: Build, tmp_path: Path, mode: str, features: dict[str, Any]) -> None:
     whole = run(tiny_llama, tmp_path / "whole", mode, features)
     resumed = run(tiny_llama, tmp_path / "resumed", mode, features, tmp_path / "whole/checkpoint-3", seed=1)
