@@ -1,6 +1,6 @@
 """A small GPT-2 on the bytes of Python's standard library, in a plain loop; two lines are Grass's. Needs extra ``hf``.
 
-    python examples/nanogpt_style.py --iters 300    # again with more --iters: goes on from its checkpoint
+python examples/nanogpt_style.py --iters 300    # again with more --iters: goes on from its checkpoint
 """
 
 import argparse
@@ -63,4 +63,6 @@ for iteration in range(start, args.iters):
         with torch.no_grad():
             evaluation = sum(loss_of(held_out, index).item() for index in range(8)) / 8
         print(f"{iteration + 1}: training loss {loss.item():.4f}, held out {evaluation:.4f}")
-torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iterations": args.iters}, args.checkpoint)
+torch.save(
+    {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iterations": args.iters}, args.checkpoint
+)

@@ -23,7 +23,7 @@ def test_learns_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     whole, stopped = tmp_path / "whole.pt", tmp_path / "stopped.pt"
     run(monkeypatch, whole, 12)
     report = capsys.readouterr().out
-    assert float(report.split()[-1]) < 4.0, "less than a uniform guess's 5.5"
+    assert float(report.split()[-1]) < 4.5, "less than a uniform guess's 5.5"
     run(monkeypatch, stopped, 9)
     run(monkeypatch, stopped, 12)
     assert capsys.readouterr().out.splitlines()[-1] == report.splitlines()[-1]
