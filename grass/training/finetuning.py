@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
-
 from grass.groups import matched_modules
-from grass.training.optimizers import OptimizerConfig, build_optimizer
+from grass.training.optimizers import OptimizerConfig
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -87,37 +85,36 @@ class FinetuneTask:
 def make_trainer(task: FinetuneTask, method: str, optimizer: OptimizerConfig, arguments: TrainingArguments) -> Trainer:
     """A ``transformers.Trainer`` that trains the task by one of :data:`METHODS`.
 
-    ``arguments`` get the learning rate of ``optimizer``, which their schedule starts from, and the task's best metric.
+    AdamW, for LoRA too, is Trainer's own; Grass is :class:`grass.integrations.transformers.GrassTrainer`. ``arguments``
+    get the hyperparameters that all have from ``optimizer``, and the task's best metric.
     """
     from transformers import Trainer
 
-    lora = method == "lora"
-    model = add_lora(task.model, optimizer.rank, classification=task.likeliest is None) if lora else task.model
     several = len(task.evaluation) > 1
     arguments.learning_rate, arguments.weight_decay = optimizer.lr, optimizer.weight_decay
+    arguments.adam_beta1, arguments.adam_beta2 = optimizer.betas
     arguments.metric_for_best_model = f"{task.evaluation[0]}_{task.best}" if several else task.best
     arguments.greater_is_better = task.best != "loss"
-    return Trainer(
-        model=model,
-        args=arguments,
-        data_collator=task.collator,
-        train_dataset=task.dataset["train"],
-        eval_dataset={name: task.dataset[name] for name in task.evaluation}
-        if several
-        else task.dataset[task.evaluation[0]],
-        processing_class=task.tokenizer,
-        compute_metrics=task.compute_metrics,
-        optimizer_cls_and_kwargs=(OptimizerFactory, {"config": optimizer}),  # type: ignore[arg-type]
-        preprocess_logits_for_metrics=task.likeliest,
-    )
+    evaluation = {name: task.dataset[name] for name in task.evaluation}
+    keywords: dict[str, Any] = {
+        "model": task.model,
+        "args": arguments,
+        "data_collator": task.collator,
+        "train_dataset": task.dataset["train"],
+        "eval_dataset": evaluation if several else evaluation[task.evaluation[0]],
+        "processing_class": task.tokenizer,
+        "compute_metrics": task.compute_metrics,
+        "preprocess_logits_for_metrics": task.likeliest,
+    }
+    if method == "grass":
+        from grass.integrations.transformers import GrassTrainer
 
-
-class OptimizerFactory:
-    """What ``Trainer(optimizer_cls_and_kwargs=(OptimizerFactory, {"config": config}))`` calls with its model."""
-
-    def __call__(self, model: PreTrainedModel, config: OptimizerConfig) -> Optimizer:
-        """The configured optimizer; converts the model where the configuration says compact."""
-        return build_optimizer(model, config)
+        mode = "compact" if optimizer.compact else "dense"
+        grass = {"mode": mode, "rank": optimizer.rank, "dim": optimizer.grass_dim, **optimizer.grass}
+        return GrassTrainer(grass=grass, **keywords)
+    if method == "lora":
+        keywords["model"] = add_lora(task.model, optimizer.rank, classification=task.likeliest is None)
+    return Trainer(**keywords)
 
 
 def add_lora(model: PreTrainedModel, rank: int | float, *, classification: bool) -> Any:

@@ -108,6 +108,17 @@ class OptimizerConfig:
         """The arguments that every AdamW takes."""
         return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
+    @property
+    def grass(self) -> dict[str, Any]:
+        """The arguments of :class:`grass.GrassAdamW` beyond these, but for ``rank`` and ``dim``."""
+        options: dict[str, Any] = {name: getattr(self, name) for name in GRASS_OPTIONS}
+        return {**options, "scale": 1.0 if self.scale is None else self.scale}
+
+    @property
+    def grass_dim(self) -> int | str:
+        """``dim``, which compact mode cannot choose weight by weight."""
+        return 1 if self.compact and self.dim == "auto" else self.dim
+
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """The configured optimizer over the trainable parameters of ``model``.
@@ -126,12 +137,10 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 def _grass(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    options: dict[str, Any] = {name: getattr(config, name) for name in GRASS_OPTIONS}
-    options["scale"] = 1.0 if config.scale is None else config.scale
     if not config.compact:
-        return GrassAdamW(param_groups(model, config.rank, dim=config.dim, **options), **config.common)
-    compact(model, rank=config.rank, dim=1 if config.dim == "auto" else int(config.dim), seed=config.seed)
-    return GrassAdamW(model, **config.common, **options)
+        return GrassAdamW(param_groups(model, config.rank, dim=config.grass_dim, **config.grass), **config.common)
+    compact(model, rank=config.rank, dim=int(config.grass_dim), seed=config.seed)
+    return GrassAdamW(model, **config.common, **config.grass)
 
 
 def _galore(model: nn.Module, config: OptimizerConfig) -> Optimizer:
