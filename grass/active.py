@@ -51,7 +51,7 @@ def arm(layer: CompactLayer, state: State, group: dict[str, Any]) -> None:
         width = layer.matrix().shape[1 - layer.dim]
         exact = group["refresh"] == "exact" or group["sketch_size"] >= width
         generator = selection_generator(group["seed"], -width, state["refreshes"])
-        layer.begin_sketch(None if exact else rademacher(width, group["sketch_size"], generator).to(layer.weight))
+        layer.begin_sketch(None if exact else rademacher(width, group["sketch_size"], generator).to(layer.active))
 
 
 def rademacher(width: int, size: int, generator: torch.Generator) -> Tensor:

@@ -123,7 +123,7 @@ class Attachment:
         for index, (name, layer) in enumerate(self.layers.items()):
             state = self.states[name]
             state["step"] += 1
-            layer.write_back()
+            layer.write_back(self.group["seed"], index, state["step"])
             if refresh_due(state, self.group):
                 carry = self._carry(optimizer.state.get(layer.active, {}), layer)
                 choose_rows(layer, state, carry, self.group, index)

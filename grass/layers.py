@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from grass.matmul import inner_product
 from grass.moments import source_rows
 from grass.projector import Projector, select_columns
+from grass.quantisation import dequantise
 
 LAYERS: weakref.WeakSet[CompactLayer] = weakref.WeakSet()
 """Every converted layer alive: an optimizer that was given parameters alone finds their layers here."""
@@ -44,6 +45,7 @@ class _CompactLinearFunction(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        scale: Tensor | None,
         bias: Tensor | None,
         active: Tensor,
         selected: Tensor,
@@ -55,16 +57,16 @@ class _CompactLinearFunction(torch.autograd.Function):
         narrow = dim == 1 and sketch is None
         saved = select_columns(x, selected) if narrow else x
         ctx.narrow, ctx.sketching = narrow, sketch is not None
-        ctx.save_for_backward(saved, weight, selected, signs)
-        return F.linear(x, weight, bias)
+        ctx.save_for_backward(saved, weight, scale, selected, signs)
+        return F.linear(x, _values(weight, scale, dim, x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, selected, signs = ctx.saved_tensors
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        x, weight, scale, selected, signs = ctx.saved_tensors
+        grad_x = grad @ _values(weight, scale, ctx.dim, grad.dtype) if ctx.needs_input_grad[0] else None
         g, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        grad_bias = g.sum(0) if ctx.needs_input_grad[2] else None
+        grad_bias = g.sum(0) if ctx.needs_input_grad[3] else None
         if ctx.dim == 0:
             grad_active = inner_product(select_columns(g, selected), x)
         else:  # transposed twice, for the layout of active
@@ -75,7 +77,12 @@ class _CompactLinearFunction(torch.autograd.Function):
             if kept.dtype == torch.float16:  # norms leave its range before their elements do
                 kept, mixed = kept.float(), mixed.float()
             grad_sketch = inner_product(kept, mixed if signs is None else mixed @ signs.to(mixed.dtype)).float()
-        return grad_x, None, grad_bias, grad_active.to(ctx.active_dtype), None, None, grad_sketch, None
+        return grad_x, None, None, grad_bias, grad_active.to(ctx.active_dtype), None, None, grad_sketch, None
+
+
+def _values(weight: Tensor, scale: Tensor | None, dim: int, dtype: torch.dtype) -> Tensor:
+    """The weight that int8 codes stand for; one without a scale is that itself."""
+    return weight if scale is None else dequantise(weight, scale, dim, dtype)
 
 
 class CompactLayer(nn.Module):
@@ -95,6 +102,8 @@ class CompactLayer(nn.Module):
     dim: int
     sketch: Tensor | None
     signs: Tensor | None
+    weights: str | None = None  # "int8" in grass.int8
+    stores_transposed = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copies and unpickled layers register themselves, so that a copied optimizer finds them."""
@@ -104,7 +113,7 @@ class CompactLayer(nn.Module):
     def matrix(self) -> Tensor:
         """The weight as an ``(m, n)`` view, output features first, detached."""
         matrix: Tensor = self.weight.detach()
-        return matrix
+        return matrix.t() if self.stores_transposed else matrix
 
     def projector(self) -> Projector:
         """The projector onto the selected rows."""
@@ -112,25 +121,57 @@ class CompactLayer(nn.Module):
 
     def set_matrix(self, matrix: Tensor) -> None:
         """Make ``matrix (m, n)`` the weight's storage, in whatever memory layout it comes."""
-        self.weight.data = matrix
+        self.weight.data = matrix.t() if self.stores_transposed else matrix
+
+    def scale(self) -> Tensor | None:
+        """By which the weight's rows (``dim=1``: columns) are to be multiplied; ``None`` if it holds plain values."""
+        return None
+
+    def store(self, matrix: Tensor) -> None:
+        """Begin to hold the values ``matrix (m, n)``."""
+        self.set_matrix(matrix)
+
+    def unconvert(self) -> None:
+        """Hold plain values, with the active rows among them."""
+        self.write_back()
 
     def forward(self, x: Tensor) -> Tensor:
         """``x (..., n) -> (..., m)``; without gradients it is the plain layer's own forward."""
-        if not torch.is_grad_enabled():
+        scale = self.scale()
+        if scale is None and not torch.is_grad_enabled():
             plain: Tensor = super().forward(x)
             return plain
         weight, bias = self.matrix(), self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+            weight = weight.to(dtype) if scale is None else weight
         rows = self.active, self.selected, self.dim
-        y: Tensor = _CompactLinearFunction.apply(x, weight, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
+        y: Tensor = _CompactLinearFunction.apply(x, weight, scale, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
         return y
 
+    def gather(self, projector: Projector) -> Tensor:
+        """The chosen rows of the weight."""
+        return projector.gather(self.matrix())
+
     @torch.no_grad()
-    def write_back(self) -> None:
-        """Copy the active rows into the weight."""
+    def write_back(self, *stamp: int) -> None:
+        """Copy the active rows into the weight.
+
+        Args:
+            stamp: numbers that name this write (seed, parameter, step): where the weight's precision calls for
+                stochastic rounding, its random bits follow from them.
+        """
         self.projector().scatter_(self.matrix(), self.active.detach())
+
+    def holds_active(self) -> bool:
+        """Whether the weight's rows are what the active rows are written back as."""
+        rows = self.gather(self.projector())
+        return torch.equal(self.active.to(rows.dtype), rows)
+
+    def decay_(self, factor: float) -> None:
+        """``W <- factor W``."""
+        self.matrix().mul_(factor)
 
     @torch.no_grad()
     def select(self, indices: Tensor) -> None:
@@ -138,7 +179,7 @@ class CompactLayer(nn.Module):
         indices = indices.to(self.selected.device)
         new = Projector(indices, None, self.dim)
         kept, source = source_rows(self.projector(), new, self.matrix().shape[self.dim])
-        rows = new.gather(self.matrix()).to(self.active.dtype)
+        rows = self.gather(new).to(self.active.dtype)
         held = Projector(source, None, self.dim).gather(self.active)
         self.active.copy_(torch.where(new.along(kept), held, rows))
         self.selected.copy_(indices)
@@ -146,7 +187,7 @@ class CompactLayer(nn.Module):
     @torch.no_grad()
     def reload(self) -> None:
         """Take the active rows from the weight."""
-        self.active.copy_(self.projector().gather(self.matrix()))
+        self.active.copy_(self.gather(self.projector()))
 
     @torch.no_grad()
     def restore(self, indices: Tensor, active: Tensor | None = None) -> None:
@@ -180,7 +221,8 @@ class CompactLayer(nn.Module):
 
     def extra_repr(self) -> str:
         """The plain layer's, with rank and dim."""
-        return f"{super().extra_repr()}, rank={self.selected.numel()}, dim={self.dim}"
+        weights = f", weights={self.weights}" if self.weights else ""
+        return f"{super().extra_repr()}, rank={self.selected.numel()}, dim={self.dim}{weights}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -200,8 +242,7 @@ class CompactLayer(nn.Module):
         super()._load_from_state_dict(*arguments)
         if f"{prefix}active" in missing_keys:
             missing_keys.remove(f"{prefix}active")
-        rows = self.projector().gather(self.matrix())
-        if not torch.equal(self.active.to(rows.dtype), rows):  # else the finer master copy stays
+        if not self.holds_active():  # else the finer master copy stays
             self.reload()
 
 
@@ -209,14 +250,3 @@ class CompactLinear(CompactLayer, nn.Linear):
     """A converted ``nn.Linear``."""
 
     plain_class: type[nn.Module] = nn.Linear
-
-
-def compact_class(module: nn.Module) -> type[CompactLayer] | None:
-    """The converted counterpart of a module's class; ``None`` where there is none."""
-    if type(module) is nn.Linear:
-        return CompactLinear
-    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
-        from grass.conv1d import CompactConv1D
-
-        return CompactConv1D
-    return None

@@ -91,7 +91,7 @@ class GroupStep:
         if group["decay"] == "all":
             for item in begun:
                 warmup = self.coefficients.warmup(item.state)
-                item.layer.matrix().mul_(1 - group["lr"] * warmup * group["weight_decay"])
+                item.layer.decay_(1 - group["lr"] * warmup * group["weight_decay"])
         rest = [item for item in begun if not (group["fused"] and self._kernel_step(item))]
         shared = [item for item in rest if self._is_torch_adamw(item)]
         if shared:
@@ -101,7 +101,7 @@ class GroupStep:
         for item in rest:
             if not self._is_torch_adamw(item):
                 self._rowwise_adamw(item)
-            item.layer.write_back()
+            item.layer.write_back(group["seed"], item.index, item.state["step"])
         for item in begun:
             if refresh_due(item.state, group):
                 carry = carry_moments(item.state, item.layer.matrix(), group, self.background)
