@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grass.moments import POLICIES
+from grass.precision import PRECISIONS
 from grass.selection import check_rule
 
 
@@ -20,6 +21,10 @@ def validate_group(group: dict[str, Any]) -> None:
         ValueError: a value is out of range; the message names value and range.
     """
     validate(group)
+    if group["stochastic_rounding"] and group["replacement"]:
+        raise ValueError(
+            "stochastic_rounding=True takes replacement=False: rows that repeat are added up in the weight's precision"
+        )
     for tensor in _tensors(group["params"]):
         _check_tensor(tensor, group)
 
@@ -114,4 +119,6 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "refresh": _one_of(("sketch", "exact")),
     "sketch_size": (lambda v: _is_int(v) and v >= 1, "an integer >= 1"),
     "bank_dtype": _one_of(("float32", "bfloat16")),
+    "moment_dtype": _one_of(PRECISIONS),
+    "stochastic_rounding": _one_of((False, True)),
 }

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from grass.matmul import inner_product
+from grass.matmul import inner_product, picked_product, sketch_product
 from grass.moments import source_rows
 from grass.projector import Projector, select_columns
 from grass.quantisation import dequantise
@@ -68,15 +68,12 @@ class _CompactLinearFunction(torch.autograd.Function):
         g, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_bias = g.sum(0) if ctx.needs_input_grad[3] else None
         if ctx.dim == 0:
-            grad_active = inner_product(select_columns(g, selected), x)
+            grad_active = picked_product(g, selected, x)
         else:  # transposed twice, for the layout of active
-            grad_active = inner_product(x if ctx.narrow else select_columns(x, selected), g).t()
+            grad_active = (inner_product(x, g) if ctx.narrow else picked_product(x, selected, g)).t()
         grad_sketch = None
         if ctx.sketching:
-            kept, mixed = (g, x) if ctx.dim == 0 else (x, g)
-            if kept.dtype == torch.float16:  # norms leave its range before their elements do
-                kept, mixed = kept.float(), mixed.float()
-            grad_sketch = inner_product(kept, mixed if signs is None else mixed @ signs.to(mixed.dtype)).float()
+            grad_sketch = sketch_product(g, x, signs) if ctx.dim == 0 else sketch_product(x, g, signs)
         return grad_x, None, None, grad_bias, grad_active.to(ctx.active_dtype), None, None, grad_sketch, None
 
 

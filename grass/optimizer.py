@@ -15,7 +15,7 @@ from grass.functional import ScratchPool
 from grass.hyperparameters import is_projected, validate_group
 from grass.layers import CompactLayer
 from grass.moments import HOST_KEYS, State
-from grass.steps import ActiveRows, GroupStep
+from grass.steps import ActiveRows, GroupStep, is_half, step_device
 
 ParamsT = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -56,6 +56,11 @@ class GrassAdamW(Optimizer):
         maximize: ascend.
         decay: ``"selected"`` decays the rows that move, ``"all"`` whole weights.
         bank_dtype: precision of the bank: ``"float32"`` or ``"bfloat16"``.
+        moment_dtype: precision of the moments of projected weights: ``"float32"``, ``"bfloat16"`` or ``"8bit"``, both
+            rounded stochastically (:mod:`grass.precision`). Moments of float64 weights stay float64.
+        stochastic_rounding: round what is written to bfloat16 and float16 weights, at full rank too (whose moments have
+            their precision), up or down by chance, so that updates below their spacing are kept in the mean. Not for
+            ``replacement=True``.
         refresh: how compact mode learns the norms for a selection: ``"sketch"``, from a Johnson-Lindenstrauss sketch of
             the gradient, or ``"exact"``, from the full gradient of that one step.
         sketch_size: columns of the sketch.
@@ -94,13 +99,16 @@ class GrassAdamW(Optimizer):
         maximize: bool = False,
         decay: str = "selected",
         bank_dtype: str | torch.dtype = "float32",
+        moment_dtype: str | torch.dtype = "float32",
+        stochastic_rounding: bool = False,
         refresh: str = "sketch",
         sketch_size: int = 32,
         fused: bool = False,
     ) -> None:
         defaults = {key: value for key, value in locals().items() if key not in ("self", "params", "__class__")}
         self._background = Background()
-        defaults["bank_dtype"] = str(bank_dtype).removeprefix("torch.")
+        for name in ("bank_dtype", "moment_dtype"):
+            defaults[name] = str(defaults[name]).removeprefix("torch.")
         super().__init__(_trainable(params) if isinstance(params, nn.Module) else params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,8 +131,8 @@ class GrassAdamW(Optimizer):
         group = dict(param_group)
         if not isinstance(group["params"], (Tensor, set)):  # torch refuses sets, which have no order
             group["params"] = list(group["params"])
-        if "bank_dtype" in group:
-            group["bank_dtype"] = str(group["bank_dtype"]).removeprefix("torch.")
+        for name in group.keys() & {"bank_dtype", "moment_dtype"}:
+            group[name] = str(group[name]).removeprefix("torch.")
         validate_group({**self.defaults, **group})
         super().add_param_group(group)
         layers, added = layers_by_parameter(), self.param_groups[-1]
@@ -159,6 +167,8 @@ class GrassAdamW(Optimizer):
                     active.append(ActiveRows(p.detach(), p.grad, layers[id(p)], self.state[p], index))
                 elif is_projected(p, group):
                     group_step.projected(p, p.grad, self.state[p], index)
+                elif group["stochastic_rounding"] and is_half(p.dtype):
+                    group_step.rounded(p, p.grad, self.state[p], index)
                 else:
                     plain.append(p)
                 index += 1
@@ -219,7 +229,8 @@ class GrassAdamW(Optimizer):
         return bare
 
     def _finish_load(self, exact: dict[int, State]) -> None:
-        for position, p in enumerate(self._parameters()):
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        for position, (p, group) in enumerate(zip(self._parameters(), groups, strict=True)):
             if position in exact:
                 self.state[p] = {
                     key: value.to("cpu" if key in HOST_KEYS else p.device, copy=True)
@@ -228,7 +239,7 @@ class GrassAdamW(Optimizer):
                     for key, value in exact[position].items()
                 }
             elif "step" in self.state[p]:
-                self.state[p]["step"] = self.state[p]["step"].to(p.device)  # where torch's fused AdamW wants it
+                self.state[p]["step"] = self.state[p]["step"].to(step_device(p, group))
         layers = layers_by_parameter()
         for group in self.param_groups:
             for p in group["params"]:

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from grass import cpu_kernel
+from grass import cpu_kernel, kernels
 from grass.active import adopt, arm, choose_rows
 from grass.background import Background
 from grass.functional import ScratchPool, decay_all_, project_and_step_, step_active_
 from grass.hyperparameters import as_matrix, resolve_dim, resolve_rank
+from grass.kernels.dispatch import runs_triton
 from grass.layers import CompactLayer
-from grass.moments import State, moment_dtype, shared_steps
+from grass.moments import State, shared_steps
+from grass.precision import full_moments, rounding_key, shrink_
 from grass.projector import Projector, is_column_major
 from grass.refresh import GroupCoefficients, carry_moments, current_projector, refresh, refresh_due
 
@@ -55,12 +57,30 @@ class GroupStep:
         """Step parameters at full rank."""
         for p, state in zip(params, states, strict=True):
             if not state:
-                state["step"] = torch.zeros((), device=p.device if has_fused_adamw(p) else "cpu")
-                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state.update(_plain_state(p, self.group))
         grads = [p.grad for p in params if p.grad is not None]
         exp_avgs, exp_avg_sqs = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
         self._torch_adamw(params, grads, exp_avgs, exp_avg_sqs, [s["step"] for s in states])
+
+    def rounded(self, p: Tensor, grad: Tensor, state: State, index: int) -> None:
+        """Step a half-precision parameter at full rank, its moments in its precision, all rounded stochastically."""
+        if not state:
+            state.update(_plain_state(p, self.group))
+        state["step"] += 1
+        group, key = self.group, rounding_key(self.group, index, int(state["step"]))
+        weight, *rest = (
+            as_matrix(t.detach()) if t.ndim > 1 else t.detach().reshape(1, -1)
+            for t in (p, grad, state["exp_avg"], state["exp_avg_sq"])
+        )
+        every = torch.arange(weight.shape[0], device=weight.device)
+        lr = float(group["lr"])
+        numbers = {"step_size": lr, "shrink": 1 - lr * group["weight_decay"]}
+        kernels.compact_adamw_(
+            weight, every, *rest, float(state["step"]), **numbers, **self._adam, key=key, moment_key=key
+        )
+        for t, stepped in ((p, weight), (state["exp_avg"], rest[1]), (state["exp_avg_sq"], rest[2])):
+            if t.data_ptr() != stepped.data_ptr():  # a copy: channels_last
+                t.copy_(stepped.view(t.shape))
 
     def projected(self, p: Tensor, grad: Tensor, state: State, index: int) -> None:
         """Choose new rows of a weight if that is due, then update the chosen rows from its full gradient."""
@@ -68,21 +88,30 @@ class GroupStep:
         if refresh_due(state, group):
             dim = resolve_dim(group["dim"], weight)
             rank = resolve_rank(group["rank"], weight.shape[dim])
-            norms = torch.linalg.vector_norm(grad, dim=1 - dim, dtype=moment_dtype(weight))
-            if not refresh(state, carry_moments(state, weight, group), norms, dim, rank, group, index):
+            norms = kernels.row_norms(grad, dim)
+            if not refresh(state, carry_moments(state, weight, group, index), norms, dim, rank, group, index):
                 return
         state["step"] += 1
-        coefficients = self.coefficients.at(state)
-        if group["decay"] == "all":
-            coefficients = decay_all_(weight, coefficients)
         projector = current_projector(state)
-        arguments = weight, projector, grad, state["exp_avg"], state["exp_avg_sq"], coefficients
-        if group["fused"] and cpu_kernel.can_step(weight, grad, state["exp_avg"], projector):
-            cpu_kernel.step_(*arguments, **self._adam)
+        if self._in_one_pass(weight, grad, projector):
+            self._compact_adamw(weight, projector, grad, None, state, index)
         else:
-            project_and_step_(*arguments, self.scratch.like(state["exp_avg"]), **self._adam)
+            with full_moments(state, group["moment_dtype"], rounding_key(group, index, state["step"])) as moments:
+                self._project_and_step(weight, projector, grad, moments, state)
         if weight.data_ptr() != p.data_ptr():  # a copy: channels_last
             p.copy_(weight.view(p.shape))
+
+    def _project_and_step(
+        self, weight: Tensor, projector: Projector, grad: Tensor, moments: tuple[Tensor, Tensor], state: State
+    ) -> None:
+        coefficients = self.coefficients.at(state)
+        if self.group["decay"] == "all":
+            coefficients = decay_all_(weight, coefficients)
+        arguments = weight, projector, grad, *moments, coefficients
+        if self.group["fused"] and cpu_kernel.can_step(weight, grad, moments[0], projector):
+            cpu_kernel.step_(*arguments, **self._adam)
+        else:
+            project_and_step_(*arguments, self.scratch.like(moments[0]), **self._adam)
 
     def active(self, every: list[ActiveRows]) -> None:
         """Update active rows, write them back, choose new ones where that is due."""
@@ -90,9 +119,9 @@ class GroupStep:
         begun = [item for item in every if self._begin(item)]
         if group["decay"] == "all":
             for item in begun:
-                warmup = self.coefficients.warmup(item.state)
-                item.layer.decay_(1 - group["lr"] * warmup * group["weight_decay"])
-        rest = [item for item in begun if not (group["fused"] and self._kernel_step(item))]
+                shrink = 1 - group["lr"] * self.coefficients.warmup(item.state) * group["weight_decay"]
+                item.layer.decay_(shrink, self._value_key(item.index, item.state))
+        rest = [item for item in begun if not (self._kernel_step(item) or self._cpu_kernel_step(item))]
         shared = [item for item in rest if self._is_torch_adamw(item)]
         if shared:
             steps = [torch.tensor(float(shared_steps(i.state) - 1), device=i.rows.device) for i in shared]
@@ -104,14 +133,14 @@ class GroupStep:
             item.layer.write_back(group["seed"], item.index, item.state["step"])
         for item in begun:
             if refresh_due(item.state, group):
-                carry = carry_moments(item.state, item.layer.matrix(), group, self.background)
+                carry = carry_moments(item.state, item.layer.matrix(), group, item.index, self.background)
                 choose_rows(item.layer, item.state, carry, group, item.index)
             arm(item.layer, item.state, group)
 
     def _begin(self, item: ActiveRows) -> bool:
         """Count the step; makes the state in the first, which a fresh optimizer building its state leaves at that."""
         if not item.state:
-            adopt(item.layer, item.state, carry_moments(item.state, item.layer.matrix(), self.group))
+            adopt(item.layer, item.state, carry_moments(item.state, item.layer.matrix(), self.group, item.index))
             if not self.group["lr"] and not item.grad.any():
                 return False
         item.state["step"] += 1
@@ -130,8 +159,56 @@ class GroupStep:
         arguments, coefficients = item.row_major(), self.coefficients.at(item.state)
         step_active_(*arguments, coefficients, self.scratch.like(arguments[-1]), **self._adam)
 
+    def _in_one_pass(self, weight: Tensor, grad: Tensor, projector: Projector, rows: Tensor | None = None) -> bool:
+        """Whether rows go through :func:`grass.kernels.compact_adamw_`: on CUDA, and where precision asks for it."""
+        if projector.scale is not None or type(weight) is not Tensor:
+            return False
+        written = (weight if rows is None else rows).dtype
+        if self.group["moment_dtype"] != "float32" or (self.group["stochastic_rounding"] and is_half(written)):
+            return True
+        return bool(runs_triton("compact_adamw_", weight, grad, weight if rows is None else rows))
+
+    def _compact_adamw(
+        self, weight: Tensor, projector: Projector, grad: Tensor, rows: Tensor | None, state: State, index: int
+    ) -> None:
+        """Step the rows of a weight, its own or ``rows``, by :func:`grass.kernels.compact_adamw_`."""
+        precision, key = self.group["moment_dtype"], rounding_key(self.group, index, state["step"])
+        numbers, value_key = self.coefficients.numbers(state), self._value_key(index, state)
+        if rows is None and self.group["decay"] == "all":
+            shrink_(weight, numbers["shrink"], value_key)
+            numbers["shrink"] = 1.0
+        native = precision == "bfloat16"  # stored by the kernel itself
+        with full_moments(state, "float32" if native else precision, key) as moments:
+            kernels.compact_adamw_(
+                weight,
+                projector.indices,
+                grad,
+                *moments,
+                dim=projector.dim,
+                rows=rows,
+                gather_grad=rows is None,
+                key=value_key,
+                moment_key=key if native else None,
+                **numbers,
+                **self._adam,
+            )
+
+    def _value_key(self, index: int, state: State) -> int | None:
+        """The key by which weights are rounded in this step; ``None`` rounds them to the nearest."""
+        return rounding_key(self.group, index, state["step"]) if self.group["stochastic_rounding"] else None
+
     def _kernel_step(self, item: ActiveRows) -> bool:
+        """Step rows and write them back in one pass, on CUDA and where precision asks for it."""
+        weight, projector = item.layer.matrix(), item.layer.projector()
+        if not self._in_one_pass(weight, item.grad, projector, item.rows):
+            return False
+        self._compact_adamw(weight, projector, item.grad, item.rows, item.state, item.index)
+        return True
+
+    def _cpu_kernel_step(self, item: ActiveRows) -> bool:
         """Step rows and write them back in one pass, where the CPU kernel can."""
+        if not self.group["fused"]:
+            return False
         dim, rows, grad, exp_avg, exp_avg_sq = item.row_major()
         weight = item.layer.matrix().t() if is_column_major(item.rows) else item.layer.matrix()
         projector = Projector(item.layer.selected, None, dim)
@@ -173,6 +250,21 @@ class GroupStep:
     @property
     def _adam(self) -> dict[str, Any]:
         return {key: self.group[key] for key in ("betas", "eps", "maximize")}
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether values of this type are rounded stochastically if the group says so."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def step_device(p: Tensor, group: dict[str, Any]) -> torch.device | str:
+    """Where torch's AdamW, or the step with stochastic rounding, wants the step count of a plain parameter."""
+    return p.device if has_fused_adamw(p) and not (group["stochastic_rounding"] and is_half(p.dtype)) else "cpu"
+
+
+def _plain_state(p: Tensor, group: dict[str, Any]) -> State:
+    moments = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), device=step_device(p, group)), **moments}
 
 
 def has_fused_adamw(p: Tensor) -> bool:
