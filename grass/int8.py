@@ -60,7 +60,7 @@ class Int8Weight(CompactLayer):
         steps = self.weight_scale[self.selected].unsqueeze(1 - self.dim)
         return bool(((self.gather(self.projector()) - self.active).abs() <= steps).all())
 
-    def decay_(self, factor: float) -> None:
+    def decay_(self, factor: float, key: int | None = None) -> None:
         """``W <- factor W``, exactly: in the scales."""
         self.weight_scale.mul_(factor)
 

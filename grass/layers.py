@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from grass.matmul import inner_product, picked_product, sketch_product
 from grass.moments import source_rows
+from grass.precision import shrink_
 from grass.projector import Projector, select_columns
 from grass.quantisation import dequantise
 
@@ -166,9 +167,9 @@ class CompactLayer(nn.Module):
         rows = self.gather(self.projector())
         return torch.equal(self.active.to(rows.dtype), rows)
 
-    def decay_(self, factor: float) -> None:
-        """``W <- factor W``."""
-        self.matrix().mul_(factor)
+    def decay_(self, factor: float, key: int | None = None) -> None:
+        """``W <- factor W``; a half-precision weight rounded stochastically where there is a ``key``."""
+        shrink_(self.matrix(), factor, key)
 
     @torch.no_grad()
     def select(self, indices: Tensor) -> None:

@@ -159,14 +159,13 @@ class GroupStep:
         arguments, coefficients = item.row_major(), self.coefficients.at(item.state)
         step_active_(*arguments, coefficients, self.scratch.like(arguments[-1]), **self._adam)
 
-    def _in_one_pass(self, weight: Tensor, grad: Tensor, projector: Projector, rows: Tensor | None = None) -> bool:
+    def _in_one_pass(self, values: Tensor, grad: Tensor, projector: Projector) -> bool:
         """Whether rows go through :func:`grass.kernels.compact_adamw_`: on CUDA, and where precision asks for it."""
-        if projector.scale is not None or type(weight) is not Tensor:
+        if projector.scale is not None or type(values) is not Tensor:
             return False
-        written = (weight if rows is None else rows).dtype
-        if self.group["moment_dtype"] != "float32" or (self.group["stochastic_rounding"] and is_half(written)):
+        if self.group["moment_dtype"] != "float32" or (self.group["stochastic_rounding"] and is_half(values.dtype)):
             return True
-        return bool(runs_triton("compact_adamw_", weight, grad, weight if rows is None else rows))
+        return bool(runs_triton("compact_adamw_", values, grad))
 
     def _compact_adamw(
         self, weight: Tensor, projector: Projector, grad: Tensor, rows: Tensor | None, state: State, index: int
@@ -199,10 +198,15 @@ class GroupStep:
 
     def _kernel_step(self, item: ActiveRows) -> bool:
         """Step rows and write them back in one pass, on CUDA and where precision asks for it."""
-        weight, projector = item.layer.matrix(), item.layer.projector()
-        if not self._in_one_pass(weight, item.grad, projector, item.rows):
+        layer, projector = item.layer, item.layer.projector()
+        if not self._in_one_pass(item.rows, item.grad, projector):
             return False
-        self._compact_adamw(weight, projector, item.grad, item.rows, item.state, item.index)
+        if layer.scale() is None:
+            self._compact_adamw(layer.matrix(), projector, item.grad, item.rows, item.state, item.index)
+        else:  # codes: the rows are stepped by themselves
+            every = Projector(torch.arange(projector.indices.numel(), device=item.rows.device), None, layer.dim)
+            self._compact_adamw(item.rows, every, item.grad, None, item.state, item.index)
+            layer.write_back(self.group["seed"], item.index, item.state["step"])
         return True
 
     def _cpu_kernel_step(self, item: ActiveRows) -> bool:

@@ -24,7 +24,7 @@ def train(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 7)).to(DEVICE, dtype)
     if compact:
-        grass.compact(model, rank=0.4, dim=dim, dtype=rows)
+        grass.compact(model, rank=0.4, dim=dim, dtype=rows, weights=options.pop("weights", None))
         optimizer = grass.GrassAdamW(model, **{**OPTIONS, **options})
     else:
         optimizer = grass.GrassAdamW(model.parameters(), rank=0.4, dim=dim, **{**OPTIONS, **options})
@@ -36,6 +36,7 @@ def train(
 
 
 CASES = [
+    (True, 1, {"weights": "int8", "state_policy": "keep"}),
     *itertools.product([False, True], [0, 1], [{"sketch_size": 4}, {"state_policy": "bank"}]),
     (False, 0, {"decay": "all", "state_policy": "keep"}),
     (True, 1, {"decay": "all", "warmup_after_refresh": 2, "scale": 0.5, "maximize": True}),
