@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model, save_model
 from transformers import PreTrainedModel
+
+from grass.training.weights import load_weights, read_weights, write_weights
 
 MANIFEST = "manifest.json"
 STATE = "state.pt"
-WEIGHTS = "model.safetensors"
 TEMPORARY = ".incomplete-"
 
 
@@ -59,7 +59,7 @@ class CheckpointStore:
     @staticmethod
     def load(path: Path, model: PreTrainedModel) -> dict[str, Any]:
         """Load the weights into ``model`` and return the rest of the state, on the CPU."""
-        load_model(model, path / WEIGHTS)
+        load_weights(model, read_weights(path))
         state: dict[str, Any] = torch.load(path / STATE, map_location="cpu", weights_only=True)
         return state
 
@@ -73,7 +73,7 @@ def export_model(model: PreTrainedModel, path: Path) -> None:
 def write_model(model: PreTrainedModel, path: Path) -> None:
     """Write configuration and weights to an existing directory."""
     model.config.save_pretrained(path)
-    save_model(model, str(path / WEIGHTS), metadata={"format": "pt"})
+    write_weights(model.state_dict(), path)
 
 
 def is_complete(path: Path) -> bool:

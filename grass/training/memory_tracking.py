@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,14 +80,15 @@ def _adamw(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
     return AdamW(model.parameters(), fused=True)
 
 
-def _grass(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
-    grass.compact(model, rank=setting.rank, dim=setting.dim, dtype=setting.active_dtype)
+def _grass(model: nn.Module, setting: Setting, interval: int, weights: str | None = None) -> Optimizer:
+    grass.compact(model, rank=setting.rank, dim=setting.dim, dtype=setting.active_dtype, weights=weights)
     return grass.GrassAdamW(model, state_policy=setting.policy, update_interval=interval)
 
 
 BUILDERS: dict[str, Callable[[nn.Module, Setting, int], Optimizer]] = {
     "AdamW": _adamw,
     "Grass": _grass,
+    "Grass int8": partial(_grass, weights="int8"),
 }
 """Those of :data:`grass.memory.METHODS` that run on fake tensors."""
 

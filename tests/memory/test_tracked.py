@@ -23,6 +23,8 @@ CASES = [
     pytest.param("Grass", llama("13b", 4), {}, id="13b-wide"),
     pytest.param("Grass", llama("13b", 3), {**WHOLE, "seq_len": 4096}, id="13b-wide-whole"),
     pytest.param("AdamW", llama("13b", 3), {}, id="13b-wide-adamw"),
+    pytest.param("Grass int8", llama("13b", 3), {}, id="13b-wide-int8"),
+    pytest.param("Grass int8", llama("60m", 3), {"rank": 64, "dim": 0, "policy": "keep"}, id="60m-int8-dim0-keep"),
     *(
         pytest.param(
             method, KINDS[kind], {"rank": 32, "batch_size": 2, "seq_len": 256, **options}, id=f"{kind}-{method}"
@@ -33,7 +35,7 @@ CASES = [
     *(
         pytest.param(method, llama(size), {}, id=f"{size}-{method}-full", marks=pytest.mark.slow)
         for size in ("350m", "1b", "7b", "13b")
-        for method in ("Grass", "AdamW")
+        for method in ("Grass", "Grass int8", "AdamW")
     ),
 ]
 
