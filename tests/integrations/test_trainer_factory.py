@@ -60,6 +60,12 @@ def test_keywords_win(tmp_path: Path) -> None:
     assert projected(model, optimizer) == {"up"}
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_exclude(mode: str) -> None:
+    model = Norms()
+    assert projected(model, GrassFactory()(model, exclude=["bias_gate", "up"], **MODES[mode])) == {"down"}
+
+
 def test_without_arguments() -> None:
     optimizer = GrassFactory()(Norms(), rank=2)
     assert optimizer.param_groups[0]["lr"] == 1e-3
@@ -138,6 +144,7 @@ def test_conversion(tiny_llama: Build) -> None:
         ({"rank": 4, "update_interval": 0}, False, "Invalid update_interval=0"),
         ({"rank": 0}, False, "Invalid rank=0"),
         ({"rank": 2}, True, "converted with rank=4"),
+        ({"rank": 4, "weights": "int8"}, False, "int8 codes"),
         ({"rank": 4, "targets": ["nothing"]}, False, "match no linear layer"),
     ],
     ids=str,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import grass
 from grass.layers import CompactLayer
 from tests.integrations.runs import MODES, Build, arguments, assert_same, checkpoint, logged, trainer
 
@@ -20,12 +22,20 @@ FEATURES: dict[str, dict[str, Any]] = {
     "torch_compile": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
     "torch_compile, inductor": {"torch_compile": True},
 }
-LONG = {("dense", "torch_compile"), ("dense", "torch_compile, inductor"), ("compact", "torch_compile, inductor")}
+LONG = {("dense", "torch_compile"), ("compact", "torch_compile, inductor")}
 CASES = [
     pytest.param(mode, features, id=f"{mode}-{name}", marks=[pytest.mark.slow] if (mode, name) in LONG else [])
     for mode in MODES
     for name, features in FEATURES.items()
+    if (mode, name) != ("dense", "torch_compile, inductor")  # nothing of ours would be compiled
 ]
+
+
+PREPARED: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "float32 rows": (lambda model: model.bfloat16(), {"dtype": torch.float32}),
+    "converted before": (lambda model: grass.compact(model, rank=4, dim=0), {"rank": None}),
+    "int8": (lambda model: grass.compact(model, rank=4, weights="int8"), {"rank": None}),
+}
 
 
 def run(
@@ -48,3 +58,15 @@ def test_resume(tiny_llama: Build, tmp_path: Path, mode: str, features: dict[str
     assert len(history[0]) == 6
     compact = any(isinstance(module, CompactLayer) for module in resumed.model.modules())
     assert compact == (mode == "compact")
+
+
+@pytest.mark.parametrize(("prepare", "keywords"), PREPARED.values(), ids=PREPARED)
+def test_resume_in_other_precisions(
+    tiny_llama: Build, tmp_path: Path, prepare: Callable[[Any], Any], keywords: dict[str, Any]
+) -> None:
+    for seed, name in enumerate(("whole", "resumed")):
+        model = tiny_llama(seed=seed)
+        prepare(model)
+        each = trainer(model, arguments(tmp_path / name), "compact", **keywords)
+        each.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-3") if seed else None)
+    assert_same(checkpoint(tmp_path / "resumed", 6), checkpoint(tmp_path / "whole", 6))
