@@ -18,7 +18,7 @@ IGNORED = -100
 """The label of tokens that the loss leaves out."""
 
 
-def prompt(instruction: str, context: str = "") -> str:
+def prompt(instruction: str, context: str | None = None) -> str:
     """The text before a response."""
     parts = [("Instruction", instruction), ("Input", context)] if context else [("Instruction", instruction)]
     return "".join(f"### {title}\n{text}\n\n" for title, text in parts) + "### Response\n"
@@ -48,7 +48,7 @@ def encode(dataset: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length:
 
 def _encode_one(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list[int]]:
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    asked = start + _ids(tokenizer, prompt(row["instruction"], row.get("input") or ""))
+    asked = start + _ids(tokenizer, prompt(row["instruction"], row.get("input")))
     answer = [*_ids(tokenizer, row["output"]), tokenizer.eos_token_id]
     labels = [IGNORED] * len(asked) + answer
     return {"input_ids": (asked + answer)[:max_length], "labels": labels[:max_length]}
