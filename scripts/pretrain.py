@@ -23,17 +23,19 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import grass
 from grass.training.checkpoint import CheckpointStore, export_model
 from grass.training.data import DataConfig, load_data
 from grass.training.flags import HelpFormatter, add_optimizer_flags, from_flags, split_and_path
 from grass.training.loop import Result, TrainConfig, Trainer
 from grass.training.models import LLAMA_SHAPES, build_llama, llama_config
-from grass.training.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer
+from grass.training.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer, convert
 from grass.training.throughput import model_flops_per_token, peak_flops, peak_memory
 
 CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every", "keep", "device"}
@@ -54,7 +56,8 @@ def main(argv: list[str] | None = None) -> None:
         dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
         placed = {"dtype": dtype, "device": device_name(args.device)}
         saved_memory = {"checkpointing": args.checkpointing, "chunk_tokens": args.chunked_loss}
-        model = build_llama(config, seed=args.seed, **placed, **saved_memory)
+        layerwise = partial(convert, config=optimizer_config) if args.weights else None
+        model = build_llama(config, seed=args.seed, convert=layerwise, **placed, **saved_memory)
         optimizer = build_optimizer(model, optimizer_config)
         settings = {name: value for name, value in vars(args).items() if name not in CHANGEABLE}
         trainer = Trainer(model, optimizer, data, train_config, checkpoints, settings)
@@ -64,6 +67,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(str(error))
     report(trainer.run(), trainer, args)
     if trainer.step == args.steps:
+        if args.weights:
+            grass.expand(model.cpu())  # the device may not hold it
         export_model(model, args.out / "model")
 
 

@@ -1,7 +1,7 @@
 r"""What training a model takes, by category and method, and what fits a GPU.
 
     python -m grass.memory --model 13b --rank 256 --seq 2048 --batch 1 --gpu 40GB
-    python -m grass.memory --model Qwen/Qwen2.5-7B --moments int8 --gpu 24GiB
+    python -m grass.memory --model Qwen/Qwen2.5-7B --moments 8bit --gpu 24GiB
     python -m grass.memory --model path/to/config.json --no-checkpointing --chunked-loss 0
 
 Nothing is allocated: the numbers are a closed form, checked against torch's memory tracker. They are those of one

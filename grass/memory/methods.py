@@ -61,7 +61,7 @@ def adamw_8bit(model: Architecture, setting: Setting) -> Holdings:
     """AdamW with the moments of matrices in 8 bits and a float32 scale per 256 elements (bitsandbytes, torchao)."""
     full = adamw(model, setting)
     vectors = model.layers * model.vectors + model.hidden
-    moments = 2 * ((model.parameters - vectors) * MOMENTS["int8"] + vectors * 4)
+    moments = 2 * ((model.parameters - vectors) * MOMENTS["8bit"] + vectors * 4)
     return Holdings(**{**vars(full), "moments": round(moments)})
 
 

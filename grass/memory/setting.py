@@ -9,8 +9,8 @@ import torch
 from grass.hyperparameters import check_value, resolve_rank
 from grass.memory.architecture import Architecture
 
-MOMENTS = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4 / 256}
-"""Bytes per element of Adam's moments of selected rows; 8-bit ones have a float32 scale per 256 elements."""
+MOMENTS = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
+"""Bytes per element of Adam's moments of selected rows (:mod:`grass.precision`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

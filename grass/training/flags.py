@@ -40,6 +40,11 @@ def add_optimizer_flags(add: AddFlag) -> None:
     )
     add("--state-policy", choices=("reset", "keep", "bank"), default="reset", help="grass: moments at a refresh")
     add("--compact", action="store_true", help="grass: never form full gradients; dim auto is then 1")
+    add("--moment-dtype", choices=("float32", "bfloat16", "8bit"), default="float32", help="grass: of selected rows")
+    add("--bank-dtype", choices=("float32", "bfloat16"), default="float32", help="grass: of the bank")
+    add("--stochastic-rounding", action="store_true", help="grass: of updates to half-precision weights")
+    add("--active-dtype", choices=("float32", "bfloat16"), help="--compact: of active rows; default: the weights'")
+    add("--weights", choices=("int8",), help="--compact: precision of frozen weights; default: --dtype")
     add("--warmup-after-refresh", type=int, default=0, help="grass: steps of warm-up after a refresh")
 
 

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 import grass
 from grass.layers import CompactLayer
 from grass.memory import Setting
+from grass.precision import BLOCK
 from grass.training.chunked_loss import chunk_loss
 from grass.training.models import enable_checkpointing
 
@@ -40,8 +41,9 @@ def track(method: str, config: PretrainedConfig, setting: Setting, *, refresh: b
         method: one of :data:`BUILDERS`.
         config: of a causal language model.
         setting: how to train it.
-        refresh: have the step gather the sketch of a refresh. It then ends with backward, as selecting rows takes
-            contents.
+        refresh: have the step gather the sketch of a refresh.
+
+    A step that selects rows, or moments that are rounded, would take contents: then it ends with backward.
     """
     AttentionInterface.register("causal_sdpa", _causal_attention)
     config._attn_implementation = "causal_sdpa"
@@ -53,7 +55,7 @@ def track(method: str, config: PretrainedConfig, setting: Setting, *, refresh: b
             enable_checkpointing(model)
         if setting.chunk_tokens:
             chunk_loss(model, setting.chunk_tokens)
-        _make_state(optimizer)
+        _make_state(optimizer, setting.moments)
         ids = torch.zeros(setting.batch_size, setting.seq_len, dtype=torch.long)
         tracker = _WholeModelTracker()
         sketches = [t for m in model.modules() if isinstance(m, CompactLayer) for t in (m.sketch, m.signs)]
@@ -64,7 +66,7 @@ def track(method: str, config: PretrainedConfig, setting: Setting, *, refresh: b
             forward = _snapshot(tracker, "current")
             loss.backward()
             backward = _snapshot(tracker, "current")
-            if not refresh:
+            if not refresh and setting.moments == "float32":
                 optimizer.step()
         peak = _snapshot(tracker, "peak")
     return TrackedMemory(
@@ -105,13 +107,20 @@ class _WholeModelTracker(MemTracker):  # type: ignore[no-untyped-call]
 _NONE: Any = {}
 
 
-def _make_state(optimizer: Optimizer) -> None:
-    """One step with zero gradients."""
+def _make_state(optimizer: Optimizer, moments: str) -> None:
+    """One step with zero gradients; the moments of selected rows are then stored as :mod:`grass.precision` does."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
         p.grad = torch.zeros_like(p)
     optimizer.step()
     optimizer.zero_grad()
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}[moments]
+    for state in optimizer.state.values():
+        if "indices" in state:
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.empty_like(state[name], dtype=dtype)
+                if moments == "8bit":
+                    state[f"{name}_scale"] = torch.empty(-(-state[name].numel() // BLOCK))
 
 
 def _causal_attention(

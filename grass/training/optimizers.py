@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Adafactor, AdamW, Optimizer
 
@@ -25,6 +26,8 @@ GRASS_OPTIONS = (
     "seed",
     "decay",
     "bank_dtype",
+    "moment_dtype",
+    "stochastic_rounding",
     "refresh",
     "sketch_size",
 )
@@ -55,7 +58,11 @@ class OptimizerConfig:
         bank_dtype: precision of the bank.
         refresh: how compact mode learns the norms, ``"sketch"`` or ``"exact"``.
         sketch_size: columns of the sketch.
+        moment_dtype: precision of the moments of projected weights.
+        stochastic_rounding: of updates to half-precision weights.
         compact: convert the model to compact mode, so that full gradients are never formed; ``dim="auto"`` is 1 there.
+        active_dtype: precision of compact mode's active rows; ``None`` is the weights', float32 above int8.
+        weights: ``"int8"`` holds compact mode's frozen weights in 8 bits.
     """
 
     name: str = "grass"
@@ -76,7 +83,11 @@ class OptimizerConfig:
     bank_dtype: str = "float32"
     refresh: str = "sketch"
     sketch_size: int = 32
+    moment_dtype: str = "float32"
+    stochastic_rounding: bool = False
     compact: bool = False
+    active_dtype: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
@@ -94,6 +105,8 @@ class OptimizerConfig:
                 f"Invalid compact=True with name={self.name}, replacement={self.replacement}: compact mode "
                 "is grass's alone and draws without replacement"
             )
+        if not self.compact and (self.active_dtype or self.weights):
+            raise ValueError(f"active_dtype={self.active_dtype}, weights={self.weights} need compact=True")
 
     @property
     def resumable(self) -> bool:
@@ -136,10 +149,22 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     return AdamW(model.named_parameters(), **config.common, fused=fused or None)
 
 
+def convert(module: nn.Module, number: int = 0, *, config: OptimizerConfig) -> None:
+    """Convert a model, or its ``number``-th decoder layer, to compact mode; what is converted stays as it is."""
+    compact(
+        module,
+        rank=config.rank,
+        dim=int(config.grass_dim),
+        dtype=getattr(torch, config.active_dtype) if config.active_dtype else None,
+        weights=config.weights,
+        seed=config.seed + number,
+    )
+
+
 def _grass(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     if not config.compact:
         return GrassAdamW(param_groups(model, config.rank, dim=config.grass_dim, **config.grass), **config.common)
-    compact(model, rank=config.rank, dim=int(config.grass_dim), seed=config.seed)
+    convert(model, config=config)
     return GrassAdamW(model, **config.common, **config.grass)
 
 

@@ -36,7 +36,7 @@ def test_the_commands_own_example(capsys):
 
 def test_options_reach_the_plan(capsys):
     plain = table(capsys, *SHOWN)
-    other = table(capsys, *SHOWN, "--no-checkpointing", "--chunked-loss", "0", "--moments", "int8", "--policy", "bank")
+    other = table(capsys, *SHOWN, "--no-checkpointing", "--chunked-loss", "0", "--moments", "8bit", "--policy", "bank")
     assert other["activations, all saved"] == plain["(activations, all saved)"]
     assert float(other["moments"][4]) < float(plain["moments"][4])
     assert float(other["bank on host"][4]) > 100

@@ -19,14 +19,14 @@ def test_13b_fits_40_gb_with_float32_active_rows_and_moments():
 
 
 def test_13b_fits_24_gb_in_8_bits():
-    setting = Setting(rank=256, seq_len=2048, active_dtype=torch.float32, moments="int8", policy="keep")
+    setting = Setting(rank=256, seq_len=2048, active_dtype=torch.float32, moments="8bit", policy="keep")
     assert plan("Grass int8", LLAMA_13B, setting).total <= parse_bytes("24GB")
     assert plan("Grass", LLAMA_13B, setting).total > parse_bytes("24GB")
 
 
 def test_7b_fits_24_gb_and_in_8_bits_12_gb():
     assert plan("Grass", LLAMA_7B, Setting(rank=256, policy="keep")).total <= parse_bytes("24GB")
-    assert plan("Grass int8", LLAMA_7B, Setting(rank=128, policy="keep", moments="int8")).total <= parse_bytes("12GB")
+    assert plan("Grass int8", LLAMA_7B, Setting(rank=128, policy="keep", moments="8bit")).total <= parse_bytes("12GB")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -88,7 +88,7 @@ def test_nothing_fits_next_to_nothing():
         ({"rank": None}, "rank=None"),
         ({"dim": 2}, "dim=2"),
         ({"policy": "forget"}, "state_policy='forget'"),
-        ({"moments": "int4"}, "moments='int4': must be one of float32, bfloat16, int8"),
+        ({"moments": "int4"}, "moments='int4': must be one of float32, bfloat16, 8bit"),
         ({"batch_size": 0}, "batch_size=0: must be >= 1"),
         ({"seq_len": 0}, "seq_len=0: must be >= 1"),
         ({"chunk_tokens": -1}, "chunk_tokens=-1: must be >= 0"),
