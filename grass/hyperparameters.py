@@ -63,7 +63,7 @@ def is_projected(tensor: Tensor, group: dict[str, Any]) -> bool:
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """A weight or its gradient as ``(shape[0], -1)``: a view but for some layouts of more than two dimensions."""
-    return tensor.reshape(tensor.shape[0], -1)
+    return tensor if tensor.ndim == 2 else tensor.reshape(tensor.shape[0], -1)
 
 
 def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:

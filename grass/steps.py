@@ -14,7 +14,7 @@ from grass.active import adopt, arm, choose_rows
 from grass.background import Background
 from grass.functional import ScratchPool, decay_all_, project_and_step_, step_active_
 from grass.hyperparameters import as_matrix, resolve_dim, resolve_rank
-from grass.kernels.dispatch import runs_triton
+from grass.kernels.dispatch import runs_triton, wants_triton
 from grass.layers import CompactLayer
 from grass.moments import State, shared_steps
 from grass.precision import full_moments, rounding_key, shrink_
@@ -49,6 +49,7 @@ class GroupStep:
     scratch: ScratchPool
     background: Background
     coefficients: GroupCoefficients = field(init=False)
+    _on_triton: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.coefficients = GroupCoefficients(self.group)
@@ -93,25 +94,30 @@ class GroupStep:
                 return
         state["step"] += 1
         projector = current_projector(state)
-        if self._in_one_pass(weight, grad, projector):
+        if projector.scale is None and self._in_one_pass(weight, grad):
             self._compact_adamw(weight, projector, grad, None, state, index)
+        elif group["moment_dtype"] == "float32":
+            self._project_and_step(weight, projector, grad, state)
         else:
-            with full_moments(state, group["moment_dtype"], rounding_key(group, index, state["step"])) as moments:
-                self._project_and_step(weight, projector, grad, moments, state)
-        if weight.data_ptr() != p.data_ptr():  # a copy: channels_last
+            with full_moments(state, group["moment_dtype"], rounding_key(group, index, state["step"])):
+                self._project_and_step(weight, projector, grad, state)
+        if p.ndim > 2 and weight.data_ptr() != p.data_ptr():  # a copy: channels_last
             p.copy_(weight.view(p.shape))
 
-    def _project_and_step(
-        self, weight: Tensor, projector: Projector, grad: Tensor, moments: tuple[Tensor, Tensor], state: State
-    ) -> None:
+    def _project_and_step(self, weight: Tensor, projector: Projector, grad: Tensor, state: State) -> None:
+        exp_avg, exp_avg_sq, whole = state["exp_avg"], state["exp_avg_sq"], self.group["decay"] == "all"
+        if self.group["fused"] and cpu_kernel.can_step(weight, grad, exp_avg, projector):
+            numbers = self.coefficients.numbers(state)
+            if whole:
+                weight.mul_(numbers["shrink"])
+                numbers["shrink"] = 1.0
+            cpu_kernel.step_(weight, projector, grad, exp_avg, exp_avg_sq, **{**numbers, **self._adam})
+            return
         coefficients = self.coefficients.at(state)
-        if self.group["decay"] == "all":
+        if whole:
             coefficients = decay_all_(weight, coefficients)
-        arguments = weight, projector, grad, *moments, coefficients
-        if self.group["fused"] and cpu_kernel.can_step(weight, grad, moments[0], projector):
-            cpu_kernel.step_(*arguments, **self._adam)
-        else:
-            project_and_step_(*arguments, self.scratch.like(moments[0]), **self._adam)
+        arguments = weight, projector, grad, exp_avg, exp_avg_sq, coefficients
+        project_and_step_(*arguments, self.scratch.like(exp_avg), **self._adam)
 
     def active(self, every: list[ActiveRows]) -> None:
         """Update active rows, write them back, choose new ones where that is due."""
@@ -159,13 +165,16 @@ class GroupStep:
         arguments, coefficients = item.row_major(), self.coefficients.at(item.state)
         step_active_(*arguments, coefficients, self.scratch.like(arguments[-1]), **self._adam)
 
-    def _in_one_pass(self, values: Tensor, grad: Tensor, projector: Projector) -> bool:
+    def _in_one_pass(self, values: Tensor, grad: Tensor) -> bool:
         """Whether rows go through :func:`grass.kernels.compact_adamw_`: on CUDA, and where precision asks for it."""
-        if projector.scale is not None or type(values) is not Tensor:
+        if type(values) is not Tensor:
             return False
         if self.group["moment_dtype"] != "float32" or (self.group["stochastic_rounding"] and is_half(values.dtype)):
             return True
-        return bool(runs_triton("compact_adamw_", values, grad))
+        device = values.device.type
+        if device not in self._on_triton:
+            self._on_triton[device] = wants_triton(device)
+        return self._on_triton[device] and bool(runs_triton("compact_adamw_", values, grad))
 
     def _compact_adamw(
         self, weight: Tensor, projector: Projector, grad: Tensor, rows: Tensor | None, state: State, index: int
@@ -198,9 +207,9 @@ class GroupStep:
 
     def _kernel_step(self, item: ActiveRows) -> bool:
         """Step rows and write them back in one pass, on CUDA and where precision asks for it."""
-        layer, projector = item.layer, item.layer.projector()
-        if not self._in_one_pass(item.rows, item.grad, projector):
+        if not self._in_one_pass(item.rows, item.grad):
             return False
+        layer, projector = item.layer, item.layer.projector()
         if layer.scale() is None:
             self._compact_adamw(layer.matrix(), projector, item.grad, item.rows, item.state, item.index)
         else:  # codes: the rows are stepped by themselves
@@ -211,15 +220,14 @@ class GroupStep:
 
     def _cpu_kernel_step(self, item: ActiveRows) -> bool:
         """Step rows and write them back in one pass, where the CPU kernel can."""
-        if not self.group["fused"]:
+        if not self.group["fused"] or item.layer.scale() is not None:
             return False
-        dim, rows, grad, exp_avg, exp_avg_sq = item.row_major()
-        weight = item.layer.matrix().t() if is_column_major(item.rows) else item.layer.matrix()
-        projector = Projector(item.layer.selected, None, dim)
-        if dim != 0 or not rows.is_contiguous() or not cpu_kernel.can_step(weight, grad, exp_avg, projector):
+        layer, state = item.layer, item.state
+        weight, exp_avg, exp_avg_sq = layer.matrix(), state["exp_avg"], state["exp_avg_sq"]
+        if not cpu_kernel.can_step_active(layer.dim, weight, item.rows, item.grad, exp_avg, exp_avg_sq):
             return False
-        coefficients = self.coefficients.at(item.state)
-        cpu_kernel.step_(weight, projector, grad, exp_avg, exp_avg_sq, coefficients, rows, **self._adam)
+        numbers = {**self.coefficients.numbers(state), **self._adam}
+        cpu_kernel.step_active_(layer.dim, weight, layer.selected, item.rows, item.grad, exp_avg, exp_avg_sq, **numbers)
         return True
 
     def _torch_adamw(
