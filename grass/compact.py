@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from grass.active import gathered_norms
 from grass.groups import Targets, matched_modules
 from grass.hyperparameters import check_value, resolve_rank
 from grass.int8 import Int8Linear
 from grass.layers import LAYERS, CompactLayer, CompactLinear
 from grass.projector import Projector
+from grass.ranks import Ranks
 from grass.selection import select_rows, selection_generator
 
 logger = logging.getLogger("grass")
@@ -112,7 +114,8 @@ def expand(model: nn.Module) -> list[str]:
 def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
     """Select the rows with the largest gradient of ``loss(model)``; parameter gradients are left as they were.
 
-    A layer that the loss does not depend on keeps its rows. Call it before the optimizer's first step.
+    A layer that the loss does not depend on keeps its rows. Call it before the optimizer's first step, and in a
+    distributed run on every rank: gradients are averaged over all of them.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, CompactLayer)]
     for layer in layers:
@@ -124,7 +127,7 @@ def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
         for sketch, grad in zip(sketches, grads, strict=True):
             sketch.grad = grad
     finally:
-        norms = [layer.end_sketch() for layer in layers]
+        norms = gathered_norms(layers, Ranks.of(None))
     for layer, layer_norms in zip(layers, norms, strict=True):
         if layer_norms.any():
             layer.select(select_rows(layer_norms, layer.selected.numel()).indices)

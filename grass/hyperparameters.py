@@ -122,3 +122,9 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "moment_dtype": _one_of(PRECISIONS),
     "stochastic_rounding": _one_of((False, True)),
 }
+
+SHARED_KEYS = (
+    *("rank", "dim", "selection", "replacement", "update_interval", "seed", "refresh", "sketch_size"),
+    *("state_policy", "moment_dtype", "stochastic_rounding"),
+)
+"""What the processes of a distributed run must have alike, or they come apart."""

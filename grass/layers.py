@@ -33,6 +33,7 @@ from grass.moments import source_rows
 from grass.precision import shrink_
 from grass.projector import Projector, select_columns
 from grass.quantisation import dequantise
+from grass.shards import local
 
 LAYERS: weakref.WeakSet[CompactLayer] = weakref.WeakSet()
 """Every converted layer alive: an optimizer that was given parameters alone finds their layers here."""
@@ -109,9 +110,22 @@ class CompactLayer(nn.Module):
         LAYERS.add(self)
 
     def matrix(self) -> Tensor:
-        """The weight as an ``(m, n)`` view, output features first, detached."""
-        matrix: Tensor = self.weight.detach()
+        """The weight as an ``(m, n)`` view, output features first, detached; of a sharded one this rank's part."""
+        matrix = local(self.weight.detach())
         return matrix.t() if self.stores_transposed else matrix
+
+    def weight_axis(self, dim: int) -> int:
+        """The dimension of ``weight`` that is dimension ``dim`` of the matrix."""
+        return dim ^ self.stores_transposed
+
+    def rows(self) -> Tensor:
+        """The values of ``active``, detached; of sharded ones this rank's part."""
+        return local(self.active.detach())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(m, n)``, on every rank the whole weight's."""
+        return self.weight.shape[self.weight_axis(0)], self.weight.shape[self.weight_axis(1)]
 
     def projector(self) -> Projector:
         """The projector onto the selected rows."""
@@ -139,6 +153,8 @@ class CompactLayer(nn.Module):
         if scale is None and not torch.is_grad_enabled():
             plain: Tensor = super().forward(x)
             return plain
+        if hasattr(self.weight, "to_local"):
+            raise TypeError("Tensor-parallel weights are for dense mode: a compact layer computes with whole weights")
         weight, bias = self.matrix(), self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -160,12 +176,12 @@ class CompactLayer(nn.Module):
             stamp: numbers that name this write (seed, parameter, step): where the weight's precision calls for
                 stochastic rounding, its random bits follow from them.
         """
-        self.projector().scatter_(self.matrix(), self.active.detach())
+        self.projector().scatter_(self.matrix(), self.rows())
 
     def holds_active(self) -> bool:
         """Whether the weight's rows are what the active rows are written back as."""
         rows = self.gather(self.projector())
-        return torch.equal(self.active.to(rows.dtype), rows)
+        return torch.equal(self.rows().to(rows.dtype), rows)
 
     def decay_(self, factor: float, key: int | None = None) -> None:
         """``W <- factor W``; a half-precision weight rounded stochastically where there is a ``key``."""
@@ -176,16 +192,16 @@ class CompactLayer(nn.Module):
         """Make ``indices (r,)`` the selected rows: those selected already keep their values."""
         indices = indices.to(self.selected.device)
         new = Projector(indices, None, self.dim)
-        kept, source = source_rows(self.projector(), new, self.matrix().shape[self.dim])
+        kept, source = source_rows(self.projector(), new, self.shape[self.dim])
         rows = self.gather(new).to(self.active.dtype)
-        held = Projector(source, None, self.dim).gather(self.active)
-        self.active.copy_(torch.where(new.along(kept), held, rows))
+        held = Projector(source, None, self.dim).gather(self.rows())
+        self.rows().copy_(torch.where(new.along(kept), held, rows))
         self.selected.copy_(indices)
 
     @torch.no_grad()
     def reload(self) -> None:
         """Take the active rows from the weight."""
-        self.active.copy_(self.gather(self.projector()))
+        self.rows().copy_(self.gather(self.projector()))
 
     @torch.no_grad()
     def restore(self, indices: Tensor, active: Tensor | None = None) -> None:
@@ -195,27 +211,20 @@ class CompactLayer(nn.Module):
         if active is None:
             self.reload()
         else:
-            self.active.copy_(active)
+            self.rows().copy_(local(active))
 
     def begin_sketch(self, signs: Tensor | None) -> None:
         """Gather ``G S`` from the next forward on; ``signs`` is ``S``, or ``None`` for the gradient itself."""
-        shape = self.matrix().shape
-        width = shape[1 - self.dim] if signs is None else signs.shape[1]
+        width = self.shape[1 - self.dim] if signs is None else signs.shape[1]
         self.signs = signs
-        self.sketch = torch.zeros(shape[self.dim], width, device=self.weight.device, requires_grad=True)
+        self.sketch = torch.zeros(self.shape[self.dim], width, device=self.weight.device, requires_grad=True)
 
     def end_sketch(self) -> Tensor:
-        """Stop gathering; returns the norms of the sketched rows.
-
-        They are all zero where no backward has run, and where one overflowed: the rows that did would be the largest,
-        yet count as the smallest.
-        """
-        gathered = None if self.sketch is None else self.sketch.grad
-        self.sketch = self.signs = None
-        if gathered is None or not gathered.isfinite().all():
-            return torch.zeros(self.matrix().shape[self.dim])
-        norms: Tensor = torch.linalg.vector_norm(gathered, dim=1)
-        return norms
+        """Stop gathering; returns the sketched rows, zero where no backward has run."""
+        sketch, self.sketch, self.signs = self.sketch, None, None
+        if sketch is None:
+            return torch.zeros(self.shape[self.dim], 1, device=self.weight.device)
+        return torch.zeros_like(sketch) if sketch.grad is None else sketch.grad
 
     def extra_repr(self) -> str:
         """The plain layer's, with rank and dim."""
@@ -240,6 +249,11 @@ class CompactLayer(nn.Module):
         super()._load_from_state_dict(*arguments)
         if f"{prefix}active" in missing_keys:
             missing_keys.remove(f"{prefix}active")
+        if self.rows().is_meta:
+            raise RuntimeError(
+                "A converted layer on the meta device has lost its active rows: load weights before grass.compact(), "
+                "and with accelerate choose FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)"
+            )
         if not self.holds_active():  # else the finer master copy stays
             self.reload()
 

@@ -7,14 +7,17 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from grass.active import arm, layers_by_parameter, reserve_rows
 from grass.background import Background
 from grass.functional import ScratchPool
-from grass.hyperparameters import is_projected, validate_group
+from grass.hyperparameters import SHARED_KEYS, as_matrix, is_projected, validate_group
 from grass.layers import CompactLayer
 from grass.moments import HOST_KEYS, State
+from grass.ranks import Ranks, checksum
+from grass.shards import aligned_grad, assembled, local
 from grass.steps import ActiveRows, GroupStep, is_half, step_device
 
 ParamsT = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -67,6 +70,10 @@ class GrassAdamW(Optimizer):
         fused: step float32 weights on the CPU with a kernel that reads and writes every chosen row once; it is compiled
             on first use and needs a C++ compiler. Elsewhere it changes nothing.
 
+    Attributes:
+        process_group: the ranks that train this model together; ``None``, which pickles restore, means all there are.
+        given_norms: in dense mode, of what a coming refresh chooses rows by where not by the gradient at hand.
+
     Errors:
         ``ValueError`` for values out of range, including a rank beyond the selected dimension, when the group is added;
         ``TypeError`` for complex tensors then, and for sparse gradients in ``step`` before any weight has changed.
@@ -78,6 +85,7 @@ class GrassAdamW(Optimizer):
     """
 
     writes_back_active_rows = True
+    process_group: ProcessGroup | None = None
 
     def __init__(
         self,
@@ -107,6 +115,9 @@ class GrassAdamW(Optimizer):
     ) -> None:
         defaults = {key: value for key, value in locals().items() if key not in ("self", "params", "__class__")}
         self._background = Background()
+        self.given_norms: dict[Tensor, Tensor] = {}
+        self._verified = False
+        self._selecting: int | None = None
         for name in ("bank_dtype", "moment_dtype"):
             defaults[name] = str(defaults[name]).removeprefix("torch.")
         super().__init__(_trainable(params) if isinstance(params, nn.Module) else params, defaults)
@@ -120,6 +131,8 @@ class GrassAdamW(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle or a checkpoint; keys that it lacks take their defaults."""
         self.__dict__.setdefault("_background", Background())
+        self.__dict__.setdefault("given_norms", {})
+        self._verified, self._selecting = False, None
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -142,6 +155,7 @@ class GrassAdamW(Optimizer):
             raise ValueError("Compact mode takes replacement=False: active rows are neither scaled nor repeated")
         for layer in active:
             arm(layer, NEW, added)
+        self._selecting = self._count_selecting(layers)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -156,25 +170,54 @@ class GrassAdamW(Optimizer):
                 loss = closure()
         self._check_gradients()
         self._background.finish()
-        layers, scratch, index = layers_by_parameter(), ScratchPool(), 0
+        layers, scratch, ranks, index = layers_by_parameter(), ScratchPool(), Ranks.of(self.process_group), 0
+        self._check_parameters(layers)
+        self.verify_settings()
+        chosen: list[Tensor] = []
         for group in self.param_groups:
-            group_step = GroupStep(group, scratch, self._background)
+            group_step = GroupStep(group, scratch, self._background, ranks, chosen)
             plain, active = [], []
             for p in group["params"]:
                 if p.grad is None:
                     pass
                 elif id(p) in layers:
-                    active.append(ActiveRows(p.detach(), p.grad, layers[id(p)], self.state[p], index))
+                    active.append(
+                        ActiveRows(local(p.detach()), local(aligned_grad(p)), layers[id(p)], self.state[p], index)
+                    )
                 elif is_projected(p, group):
-                    group_step.projected(p, p.grad, self.state[p], index)
+                    group_step.projected(p, aligned_grad(p), self.state[p], index, self.given_norms.pop(p, None))
                 elif group["stochastic_rounding"] and is_half(p.dtype):
-                    group_step.rounded(p, p.grad, self.state[p], index)
+                    group_step.rounded(p, aligned_grad(p), self.state[p], index)
                 else:
                     plain.append(p)
                 index += 1
             group_step.plain(plain, [self.state[p] for p in plain])
             group_step.active(active)
+        ranks.verify_selection(chosen)
         return loss
+
+    def verify_settings(self) -> None:
+        """Compare with the other ranks what decides the selection, once; ``step`` does before the first one.
+
+        Raises:
+            ValueError: on every rank, naming a setting that differs and the ranks that have each value.
+        """
+        ranks, layers = Ranks.of(self.process_group), layers_by_parameter()
+        if self._verified or ranks.group is None:
+            return
+        settings: dict[str, Any] = {}
+        for number, group in enumerate(self.param_groups):
+            settings |= {f"{key} of group {number}": group[key] for key in SHARED_KEYS}
+            for i, p in enumerate(group["params"]):
+                name = group.get("param_names", {i: f"parameter {i} of group {number}"})[i]
+                settings[f"the shape of {name}"] = tuple(p.shape)
+                settings[f"the age of {name}"] = [
+                    int(self.state.get(p, {}).get(key, 0)) for key in ("step", "refreshes")
+                ]
+                if id(p) in layers:
+                    settings[f"the rows of {name}"] = checksum(layers[id(p)].selected)
+        ranks.verify_settings(settings)
+        self._verified = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, bit for bit.
@@ -188,6 +231,7 @@ class GrassAdamW(Optimizer):
                 another optimizer or mode.
         """
         exact: dict[int, State] = {}
+        self._verified = False
         before = self.register_load_state_dict_pre_hook(lambda _, loading: self._begin_load(loading, exact))
         after = self.register_load_state_dict_post_hook(lambda _: self._finish_load(exact), prepend=True)
         try:
@@ -199,9 +243,12 @@ class GrassAdamW(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors and plain scalars; with the active rows' values where the weights cannot hold them."""
         self._background.finish()
-        state_dict = super().state_dict()
+        state_dict, layers = super().state_dict(), layers_by_parameter()
         for position, p in enumerate(self._parameters()):
             state = state_dict["state"].get(position, {})
+            if "indices" in state and hasattr(p, "to_local"):
+                shape = layers[id(p)].shape if id(p) in layers else as_matrix(p).shape
+                state = state_dict["state"][position] = assembled(state, p, tuple(shape))
             if "active" in state:
                 state_dict["state"][position] = {**state, "active": p.detach().clone()}
         return state_dict
@@ -233,7 +280,7 @@ class GrassAdamW(Optimizer):
         for position, (p, group) in enumerate(zip(self._parameters(), groups, strict=True)):
             if position in exact:
                 self.state[p] = {
-                    key: value.to("cpu" if key in HOST_KEYS else p.device, copy=True)
+                    key: local(value).to("cpu" if key in HOST_KEYS else p.device, copy=True)
                     if isinstance(value, Tensor)
                     else value
                     for key, value in exact[position].items()
@@ -249,9 +296,26 @@ class GrassAdamW(Optimizer):
                     reserve_rows(state, layer)
                     arm(layer, state, group)
 
+    def _count_selecting(self, layers: dict[int, CompactLayer]) -> int:
+        return sum(id(p) in layers or is_projected(p, group) for group in self.param_groups for p in group["params"])
+
+    def _check_parameters(self, layers: dict[int, CompactLayer]) -> None:
+        """Refuse to train whole what was to be trained by rows."""
+        found = self._count_selecting(layers)
+        if self._selecting is None:
+            self._selecting = found
+        if found < self._selecting:
+            raise RuntimeError(
+                f"Of {self._selecting} parameters that rows are selected of, {found} are left: a wrapper has replaced "
+                "them by flattened ones (DeepSpeed ZeRO, FSDP1), or FSDP2 has not resharded them before the step; "
+                "train with DDP or FSDP2 (fully_shard)"
+            )
+
     def _check_gradients(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
+                if group["moment_dtype"] == "8bit" and hasattr(p, "to_local"):
+                    raise ValueError("moment_dtype='8bit' cannot be sharded: its blocks of 256 values run over rows")
                 if p.grad is not None and p.grad.layout != torch.strided:
                     raise TypeError(
                         f"GrassAdamW takes dense gradients, got {p.grad.layout} for a weight of {tuple(p.shape)}; "

@@ -14,7 +14,7 @@ from grass.functional import StepCoefficients
 from grass.moments import POLICIES, State, bank, shared_steps
 from grass.precision import full_moments, rounding_key
 from grass.projector import Projector
-from grass.selection import select_rows, selection_generator
+from grass.selection import Selection, select_rows, selection_generator
 
 Carry = Callable[[Projector | None, Projector], None]
 """``carry(old, new)`` moves the moments from the old selection, ``None`` at first, to the new one."""
@@ -69,13 +69,11 @@ def refresh(state: State, carry: Carry, norms: Tensor, dim: int, rank: int, grou
         when ``torch.distributed.checkpoint`` has a fresh optimizer build its state: state is made, nothing is counted.
     """
     norms, device = norms.cpu(), norms.device
-    informative = bool((norms.isfinite() & (norms > 0)).any())
+    selection, informative = choose(state, norms, rank, group, index), is_informative(norms)
+    if selection is None:
+        return True
     if not state:
         state.update(step=0, refresh_step=0, refreshes=0)
-    elif not informative:
-        return True
-    generator = selection_generator(group["seed"], index, state["refreshes"])
-    selection = select_rows(norms, rank, group["selection"], generator, replacement=group["replacement"])
     old = current_projector(state) if "indices" in state else None
     new = Projector.from_selection(selection, dim, device)
     carry(old, new)
@@ -85,6 +83,19 @@ def refresh(state: State, carry: Carry, norms: Tensor, dim: int, rank: int, grou
         state["row_scale"] = new.scale
     state["refreshes"] += informative
     return informative or bool(group["lr"] != 0)
+
+
+def choose(state: State, norms: Tensor, rank: int, group: dict[str, Any], index: int) -> Selection | None:
+    """The rows that :func:`refresh` goes over to; ``None`` where those chosen earlier stay."""
+    if state and not is_informative(norms):
+        return None
+    generator = selection_generator(group["seed"], index, state.get("refreshes", 0))
+    return select_rows(norms, rank, group["selection"], generator, replacement=group["replacement"])
+
+
+def is_informative(norms: Tensor) -> bool:
+    """Whether any row is known to be larger than zero."""
+    return bool((norms.isfinite() & (norms > 0)).any())
 
 
 def current_projector(state: State) -> Projector:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from grass import cpu_kernel, kernels
-from grass.active import adopt, arm, choose_rows
+from grass.active import adopt, arm, choose_rows, gathered_norms
 from grass.background import Background
 from grass.functional import ScratchPool, decay_all_, project_and_step_, step_active_
 from grass.hyperparameters import as_matrix, resolve_dim, resolve_rank
@@ -19,7 +19,9 @@ from grass.layers import CompactLayer
 from grass.moments import State, shared_steps
 from grass.precision import full_moments, rounding_key, shrink_
 from grass.projector import Projector, is_column_major
+from grass.ranks import Ranks
 from grass.refresh import GroupCoefficients, carry_moments, current_projector, refresh, refresh_due
+from grass.shards import aligned_grad, check_shards, local, row_norms
 
 
 @dataclass(slots=True)
@@ -43,11 +45,17 @@ class ActiveRows:
 
 @dataclass
 class GroupStep:
-    """One step of one parameter group: what its parameters share."""
+    """One step of one parameter group: what its parameters share.
+
+    Attributes:
+        chosen: the rows of every weight that has chosen rows in this step.
+    """
 
     group: dict[str, Any]
     scratch: ScratchPool
     background: Background
+    ranks: Ranks
+    chosen: list[Tensor] = field(default_factory=list)
     coefficients: GroupCoefficients = field(init=False)
     _on_triton: dict[str, bool] = field(default_factory=dict)
 
@@ -59,9 +67,9 @@ class GroupStep:
         for p, state in zip(params, states, strict=True):
             if not state:
                 state.update(_plain_state(p, self.group))
-        grads = [p.grad for p in params if p.grad is not None]
-        exp_avgs, exp_avg_sqs = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
-        self._torch_adamw(params, grads, exp_avgs, exp_avg_sqs, [s["step"] for s in states])
+        grads = [local(aligned_grad(p)) for p in params]
+        exp_avgs, exp_avg_sqs = [local(s["exp_avg"]) for s in states], [local(s["exp_avg_sq"]) for s in states]
+        self._torch_adamw(list(map(local, params)), grads, exp_avgs, exp_avg_sqs, [s["step"] for s in states])
 
     def rounded(self, p: Tensor, grad: Tensor, state: State, index: int) -> None:
         """Step a half-precision parameter at full rank, its moments in its precision, all rounded stochastically."""
@@ -69,29 +77,31 @@ class GroupStep:
             state.update(_plain_state(p, self.group))
         state["step"] += 1
         group, key = self.group, rounding_key(self.group, index, int(state["step"]))
-        weight, *rest = (
-            as_matrix(t.detach()) if t.ndim > 1 else t.detach().reshape(1, -1)
-            for t in (p, grad, state["exp_avg"], state["exp_avg_sq"])
-        )
+        parts = [local(t.detach()) for t in (p, grad, state["exp_avg"], state["exp_avg_sq"])]
+        weight, *rest = (as_matrix(t) if t.ndim > 1 else t.reshape(1, -1) for t in parts)
         every = torch.arange(weight.shape[0], device=weight.device)
         lr = float(group["lr"])
         numbers = {"step_size": lr, "shrink": 1 - lr * group["weight_decay"]}
         kernels.compact_adamw_(
             weight, every, *rest, float(state["step"]), **numbers, **self._adam, key=key, moment_key=key
         )
-        for t, stepped in ((p, weight), (state["exp_avg"], rest[1]), (state["exp_avg_sq"], rest[2])):
+        for t, stepped in ((parts[0], weight), (parts[2], rest[1]), (parts[3], rest[2])):
             if t.data_ptr() != stepped.data_ptr():  # a copy: channels_last
                 t.copy_(stepped.view(t.shape))
 
-    def projected(self, p: Tensor, grad: Tensor, state: State, index: int) -> None:
-        """Choose new rows of a weight if that is due, then update the chosen rows from its full gradient."""
-        group, weight, grad = self.group, as_matrix(p.detach()), as_matrix(grad)
+    def projected(self, p: Tensor, grad: Tensor, state: State, index: int, norms: Tensor | None) -> None:
+        """Choose new rows of a weight if that is due, by ``norms`` or its full gradient's; update them."""
+        group, whole, whole_grad = self.group, as_matrix(p.detach()), as_matrix(grad)
+        part, weight, grad = local(p.detach()), local(whole), local(whole_grad)
         if refresh_due(state, group):
-            dim = resolve_dim(group["dim"], weight)
-            rank = resolve_rank(group["rank"], weight.shape[dim])
-            norms = kernels.row_norms(grad, dim)
+            dim = resolve_dim(group["dim"], whole)
+            rank = resolve_rank(group["rank"], whole.shape[dim])
+            check_shards(whole, dim, "A weight")
+            if norms is None:
+                norms = row_norms(whole_grad, dim)
             if not refresh(state, carry_moments(state, weight, group, index), norms, dim, rank, group, index):
                 return
+            self.chosen.append(state["indices"])
         state["step"] += 1
         projector = current_projector(state)
         if projector.scale is None and self._in_one_pass(weight, grad):
@@ -101,8 +111,8 @@ class GroupStep:
         else:
             with full_moments(state, group["moment_dtype"], rounding_key(group, index, state["step"])):
                 self._project_and_step(weight, projector, grad, state)
-        if p.ndim > 2 and weight.data_ptr() != p.data_ptr():  # a copy: channels_last
-            p.copy_(weight.view(p.shape))
+        if p.ndim > 2 and weight.data_ptr() != part.data_ptr():  # a copy: channels_last
+            part.copy_(weight.view(part.shape))
 
     def _project_and_step(self, weight: Tensor, projector: Projector, grad: Tensor, state: State) -> None:
         exp_avg, exp_avg_sq, whole = state["exp_avg"], state["exp_avg_sq"], self.group["decay"] == "all"
@@ -122,7 +132,7 @@ class GroupStep:
     def active(self, every: list[ActiveRows]) -> None:
         """Update active rows, write them back, choose new ones where that is due."""
         group = self.group
-        begun = [item for item in every if self._begin(item)]
+        begun = self._begin(every)
         if group["decay"] == "all":
             for item in begun:
                 shrink = 1 - group["lr"] * self.coefficients.warmup(item.state) * group["weight_decay"]
@@ -137,20 +147,30 @@ class GroupStep:
             if not self._is_torch_adamw(item):
                 self._rowwise_adamw(item)
             item.layer.write_back(group["seed"], item.index, item.state["step"])
+        self._refresh([item for item in begun if refresh_due(item.state, group)])
         for item in begun:
-            if refresh_due(item.state, group):
-                carry = carry_moments(item.state, item.layer.matrix(), group, item.index, self.background)
-                choose_rows(item.layer, item.state, carry, group, item.index)
             arm(item.layer, item.state, group)
 
-    def _begin(self, item: ActiveRows) -> bool:
+    def _refresh(self, due: list[ActiveRows]) -> None:
+        """Choose new rows from the sketches, summed over the ranks."""
+        norms = gathered_norms([item.layer for item in due], self.ranks)
+        for item, layer_norms in zip(due, norms, strict=True):
+            carry = carry_moments(item.state, item.layer.matrix(), self.group, item.index, self.background)
+            choose_rows(item.layer, layer_norms, item.state, carry, self.group, item.index)
+            self.chosen.append(item.state["indices"])
+
+    def _begin(self, every: list[ActiveRows]) -> list[ActiveRows]:
         """Count the step; makes the state in the first, which a fresh optimizer building its state leaves at that."""
-        if not item.state:
+        fresh = [item for item in every if not item.state]
+        for item in fresh:
             adopt(item.layer, item.state, carry_moments(item.state, item.layer.matrix(), self.group, item.index))
-            if not self.group["lr"] and not item.grad.any():
-                return False
-        item.state["step"] += 1
-        return True
+        if fresh and not self.group["lr"]:
+            moves = any(bool(item.grad.any()) for item in fresh)
+            if not self.ranks.any(moves, fresh[0].grad.device):
+                every = [item for item in every if item.state["step"] > 0]
+        for item in every:
+            item.state["step"] += 1
+        return every
 
     def _is_torch_adamw(self, item: ActiveRows) -> bool:
         """Whether these rows step as an ordinary parameter under AdamW does: of one age, in one precision."""
