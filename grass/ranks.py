@@ -33,26 +33,11 @@ class Ranks:
         group = group or dist.group.WORLD
         return cls(group if group is not None and group.size() > 1 else None)
 
-    def share(self, size: int) -> tuple[int, int]:
-        """Which of ``size`` rows are this rank's: the first and how many, as ``Shard`` deals them out."""
-        if self.group is None:
-            return 0, size
-        each = -(-size // self.group.size())
-        first = min(size, each * self.group.rank())
-        return first, min(each, size - first)
-
     def mean_(self, tensors: list[Tensor]) -> None:
         """Replace tensors of one dtype by their mean over the ranks, in one all-reduce for all of them."""
-        if self.group is not None:
-            for tensor in tensors:
-                tensor.div_(self.group.size())
-        self.sum_(tensors)
-
-    def sum_(self, tensors: list[Tensor]) -> None:
-        """Replace tensors of one dtype by their sum over the ranks, in one all-reduce for all of them."""
         if self.group is None or not tensors:
             return
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(self.group.size())
         dist.all_reduce(flat, group=self.group)
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
