@@ -2,13 +2,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
 
-test: $(VENV)/.test lint
+test: $(VENV)/.test lint docs
 	$(BIN)/python -m pytest
+
+docs: $(VENV)/.test
+	$(BIN)/sphinx-build -q --fail-on-warning --keep-going --builder html docs build/docs
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -24,7 +27,7 @@ $(VENV)/.demo: setup.cfg constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: setup.cfg constraints.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[hf,bench,test]
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[hf,finetune,docs,bench,test]
 	touch $@
 
 clean:

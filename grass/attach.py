@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from grass.active import adopt, arm, choose_rows, layers_by_parameter
+from grass.active import adopt, arm, choose_rows, gathered_norms, layers_by_parameter
 from grass.hyperparameters import validate
 from grass.layers import CompactLayer
 from grass.moments import State, source_rows
 from grass.projector import Projector
+from grass.ranks import Ranks
 from grass.refresh import Carry, refresh_due
 
 
@@ -72,7 +74,13 @@ def attach(
 
 
 class Attachment:
-    """Made by :func:`attach`. Holds the layers it serves and, per layer, the age of its selection."""
+    """Made by :func:`attach`. Holds the layers it serves and, per layer, the age of its selection.
+
+    Attributes:
+        process_group: the ranks that train the model together; ``None`` means all there are.
+    """
+
+    process_group: ProcessGroup | None = None
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, group: dict[str, Any]) -> None:
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}
@@ -120,14 +128,18 @@ class Attachment:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        ranks = Ranks.of(self.process_group)
         for index, (name, layer) in enumerate(self.layers.items()):
-            state = self.states[name]
-            state["step"] += 1
-            layer.write_back()
-            if refresh_due(state, self.group):
+            self.states[name]["step"] += 1
+            layer.write_back(self.group["seed"], index, self.states[name]["step"])
+        due = {name: layer for name, layer in self.layers.items() if refresh_due(self.states[name], self.group)}
+        norms = dict(zip(due, gathered_norms(list(due.values()), ranks), strict=True))
+        for index, (name, layer) in enumerate(self.layers.items()):
+            if name in due:
                 carry = self._carry(optimizer.state.get(layer.active, {}), layer)
-                choose_rows(layer, state, carry, self.group, index)
-            arm(layer, state, self.group)
+                choose_rows(layer, norms[name], self.states[name], carry, self.group, index)
+            arm(layer, self.states[name], self.group)
+        ranks.verify_selection([layer.selected for layer in due.values()])
 
     def _carry(self, rows_state: State, layer: CompactLayer) -> Carry:
         """The state policy on whatever the optimizer keeps in the shape of the active rows."""
@@ -140,7 +152,7 @@ class Attachment:
                 if self.group["state_policy"] == "reset" or old is None:
                     value.zero_()
                 else:
-                    kept, source = source_rows(old, new, layer.matrix().shape[new.dim])
+                    kept, source = source_rows(old, new, layer.shape[new.dim])
                     rows = Projector(source, None, new.dim).gather(value)
                     rows_state[key] = torch.where(new.along(kept), rows, 0.0)
 

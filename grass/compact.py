@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from grass.active import gathered_norms
 from grass.groups import Targets, matched_modules
 from grass.hyperparameters import check_value, resolve_rank
-from grass.layers import LAYERS, CompactLayer, compact_class
+from grass.int8 import Int8Linear
+from grass.layers import LAYERS, CompactLayer, CompactLinear
 from grass.projector import Projector
+from grass.ranks import Ranks
 from grass.selection import select_rows, selection_generator
 
 logger = logging.getLogger("grass")
@@ -28,6 +31,7 @@ def compact(
     targets: Targets = None,
     exclude: Targets = (),
     dtype: torch.dtype | None = None,
+    weights: str | None = None,
     seed: int = 0,
     calibration: Callable[[nn.Module], Tensor] | None = None,
 ) -> list[str]:
@@ -50,7 +54,9 @@ def compact(
         dim: 0 selects rows (output features), 1 columns (input features; these also save activation memory).
         targets: as in :func:`grass.matched_modules`.
         exclude: likewise; what matches both is left out.
-        dtype: of the active rows; ``torch.float32`` above bfloat16 weights keeps updates too small for these.
+        dtype: of the active rows; ``torch.float32`` above bfloat16 weights keeps updates too small for these. Where
+            not given, the weight's own, float32 above int8.
+        weights: ``"int8"`` holds the frozen weights in 8 bits (:mod:`grass.int8`); ``None`` leaves them as they are.
         seed: of the first selection.
         calibration: a function that runs a batch through the model and returns its loss; if given, the first rows are
             those whose gradient for it is largest.
@@ -69,13 +75,19 @@ def compact(
         )
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"Invalid {dtype=}: must be a floating-point type, or None for the weight's own")
+    if weights not in (None, "int8"):
+        raise ValueError(f"Invalid {weights=}: must be 'int8', or None for the weights as they are")
     layers = {name: model.get_submodule(name) for name in matched_modules(model, targets, exclude)}
-    ranks = {name: _checked_rank(name, layer, rank, dim) for name, layer in layers.items() if _convertible(name, layer)}
+    ranks = {
+        name: _checked_rank(name, layer, rank, dim, weights)
+        for name, layer in layers.items()
+        if _convertible(name, layer)
+    }
     if not ranks:
         raise ValueError(f"None of the layers matched can be converted: {', '.join(layers)}")
     for index, (name, layer_rank) in enumerate(ranks.items()):
         if not isinstance(layers[name], CompactLayer):
-            _convert(layers[name], layer_rank, dim, dtype, selection_generator(seed, index, 0))
+            _convert(layers[name], layer_rank, dim, dtype, weights, selection_generator(seed, index, 0))
     _watch_optimizers()
     if calibration is not None:
         calibrate(model, calibration)
@@ -90,7 +102,7 @@ def expand(model: nn.Module) -> list[str]:
         if isinstance(layer, CompactLayer):
             names.append(name)
             LAYERS.discard(layer)
-            layer.write_back()
+            layer.unconvert()
             for attribute in ("active", "selected", "dim", "sketch", "signs"):
                 delattr(layer, attribute)
             object.__setattr__(layer, "__class__", layer.plain_class)
@@ -102,7 +114,8 @@ def expand(model: nn.Module) -> list[str]:
 def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
     """Select the rows with the largest gradient of ``loss(model)``; parameter gradients are left as they were.
 
-    A layer that the loss does not depend on keeps its rows. Call it before the optimizer's first step.
+    A layer that the loss does not depend on keeps its rows. Call it before the optimizer's first step, and in a
+    distributed run on every rank: gradients are averaged over all of them.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, CompactLayer)]
     for layer in layers:
@@ -114,7 +127,7 @@ def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
         for sketch, grad in zip(sketches, grads, strict=True):
             sketch.grad = grad
     finally:
-        norms = [layer.end_sketch() for layer in layers]
+        norms = gathered_norms(layers, Ranks.of(None))
     for layer, layer_norms in zip(layers, norms, strict=True):
         if layer_norms.any():
             layer.select(select_rows(layer_norms, layer.selected.numel()).indices)
@@ -123,7 +136,7 @@ def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
 def _convertible(name: str, layer: Any) -> bool:
     if isinstance(layer, CompactLayer):
         return True
-    if compact_class(layer) is None:
+    if _compact_class(layer) is None:
         logger.warning("Grass passes over %s: %s is no plain linear layer", name, type(layer).__name__)
         return False
     if not isinstance(layer.weight, nn.Parameter):
@@ -135,31 +148,33 @@ def _convertible(name: str, layer: Any) -> bool:
     return True
 
 
-def _checked_rank(name: str, layer: nn.Module, rank: int | float, dim: int) -> int:
-    cls: Any = type(layer) if isinstance(layer, CompactLayer) else compact_class(layer)
-    size = cls.matrix(layer).shape[dim]
+def _checked_rank(name: str, layer: Any, rank: int | float, dim: int, weights: str | None) -> int:
+    cls: Any = type(layer) if isinstance(layer, CompactLayer) else _compact_class(layer)
+    size = layer.weight.shape[dim ^ cls.stores_transposed]
     resolved = resolve_rank(rank, size)
     if resolved > size:
         raise ValueError(f"Invalid {rank=}: must be a fraction in (0, 1] or an integer up to {size} ({name}, {dim=})")
-    if isinstance(layer, CompactLayer) and (layer.selected.numel(), layer.dim) != (resolved, dim):
-        raise ValueError(
-            f"{name} was converted with rank={layer.selected.numel()}, dim={layer.dim}, not rank={resolved}, {dim=}; "
-            "call grass.expand(model) first"
-        )
+    if isinstance(layer, CompactLayer):
+        was, asked = (layer.selected.numel(), layer.dim, layer.weights), (resolved, dim, weights)
+        if was != asked:
+            given, now = ("rank={}, dim={}, weights={!r}".format(*values) for values in (was, asked))
+            raise ValueError(f"{name} was converted with {given}, not {now}; call grass.expand(model) first")
     return resolved
 
 
-def _convert(layer: Any, rank: int, dim: int, dtype: torch.dtype | None, generator: torch.Generator) -> None:
+def _convert(
+    layer: Any, rank: int, dim: int, dtype: torch.dtype | None, weights: str | None, generator: torch.Generator
+) -> None:
     """Turn a plain layer into its :class:`CompactLayer`, keeping the module and its weight parameter."""
-    weight = layer.weight.requires_grad_(False)
-    layer.__class__ = compact_class(layer)
-    layer.set_matrix(layer.matrix().transpose(0, dim).contiguous().transpose(0, dim))
-    norms = torch.ones(layer.matrix().shape[dim])
-    indices = select_rows(norms, rank, "uniform", generator).indices.to(weight.device)
-    rows = Projector(indices, None, dim).gather(layer.matrix())
+    layer.weight.requires_grad_(False)
+    layer.__class__ = _compact_class(layer, weights)
+    matrix = layer.matrix().transpose(0, dim).contiguous().transpose(0, dim)
+    indices = select_rows(torch.ones(matrix.shape[dim]), rank, "uniform", generator).indices.to(matrix.device)
+    rows = Projector(indices, None, dim).gather(matrix)
     layer.dim, layer.sketch, layer.signs = dim, None, None
     layer.register_buffer("selected", indices, persistent=False)
-    layer.active = nn.Parameter(rows.to(dtype or weight.dtype))
+    layer.active = nn.Parameter(rows.to(dtype or (torch.float32 if weights else matrix.dtype)))
+    layer.store(matrix)
     LAYERS.add(layer)
 
 
@@ -186,3 +201,14 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @functools.cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _compact_class(module: nn.Module, weights: str | None = None) -> type[CompactLayer] | None:
+    """The converted counterpart of a module's class, with int8 weights if asked; ``None`` where there is none."""
+    if type(module) is nn.Linear:
+        return Int8Linear if weights == "int8" else CompactLinear
+    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+        from grass.conv1d import CompactConv1D, Int8Conv1D
+
+        return Int8Conv1D if weights == "int8" else CompactConv1D
+    return None

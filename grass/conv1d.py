@@ -1,10 +1,11 @@
-"""The converted counterpart of Hugging Face's ``Conv1D``; importing this module imports transformers."""
+"""The converted counterparts of Hugging Face's ``Conv1D``; importing this module imports transformers."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from grass.int8 import Int8Weight
 from grass.layers import CompactLayer
 
 
@@ -12,15 +13,12 @@ class CompactConv1D(CompactLayer, Conv1D):
     """A converted ``Conv1D``: a linear layer that stores its weight transposed, ``(n, m)``."""
 
     plain_class: type[nn.Module] = Conv1D
-
-    def matrix(self) -> Tensor:
-        """The weight as an ``(m, n)`` view, output features first, detached."""
-        matrix: Tensor = self.weight.detach().t()
-        return matrix
-
-    def set_matrix(self, matrix: Tensor) -> None:
-        """Make ``matrix (m, n)`` the weight's storage."""
-        self.weight.data = matrix.t()
+    stores_transposed = True
 
     def __repr__(self) -> str:
-        return f"CompactConv1D(nf={self.nf}, nx={self.nx}, rank={self.selected.numel()}, dim={self.dim})"
+        weights = f", weights={self.weights}" if self.weights else ""
+        return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, rank={len(self.selected)}, dim={self.dim}{weights})"
+
+
+class Int8Conv1D(Int8Weight, CompactConv1D):
+    """A converted ``Conv1D`` whose weight has 8 bits."""

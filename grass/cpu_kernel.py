@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import shutil
 import subprocess
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grass.functional import StepCoefficients
 from grass.projector import Projector
 
 SOURCE = Path(__file__).with_name("cpu_kernel.cpp")
@@ -28,12 +28,19 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fope
 
 def can_step(weight: Tensor, grad: Tensor, exp_avg: Tensor, projector: Projector) -> bool:
     """Whether the kernel takes these tensors: float32 on the CPU, contiguous, rows unscaled."""
-    tensors = (weight, grad, exp_avg)
-    return (
-        projector.scale is None
-        and all(type(t) is Tensor and t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
-        and all(t.is_contiguous() for t in tensors)
-    )
+    return projector.scale is None and all(_takes(t) and t.is_contiguous() for t in (weight, grad, exp_avg))
+
+
+def can_step_active(dim: int, *tensors: Tensor) -> bool:
+    """Whether the kernel takes active rows, their gradient and moments, and their weight: rows (columns) contiguous."""
+    for t in tensors:
+        if not _takes(t) or not (t.is_contiguous() if dim == 0 else t.stride() == (1, t.shape[0])):
+            return False
+    return True
+
+
+def _takes(t: Tensor) -> bool:
+    return type(t) is Tensor and t.dtype is torch.float32 and t.is_cpu
 
 
 def step_(
@@ -42,29 +49,61 @@ def step_(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    coefficients: StepCoefficients,
-    rows: Tensor | None = None,
+    row_steps: Tensor | int,
+    *,
+    step_size: float,
+    shrink: float,
+    **adam: Any,
+) -> None:
+    """:func:`grass.functional.project_and_step_` in one pass, from the full gradient.
+
+    Numbers are those of :func:`grass.kernels.compact_adamw_`.
+    """
+    r, (m, n) = projector.indices.numel(), weight.shape
+    moments = exp_avg.data_ptr(), exp_avg_sq.data_ptr(), projector.indices.data_ptr()
+    last = _numbers(row_steps, r, step_size, shrink, **adam)
+    if projector.dim == 0:
+        library().step_rows(weight.data_ptr(), grad.data_ptr(), None, *moments, r, n, *last)
+    else:
+        library().step_columns(weight.data_ptr(), grad.data_ptr(), *moments, m, n, r, *last)
+
+
+def step_active_(
+    dim: int,
+    weight: Tensor,
+    indices: Tensor,
+    rows: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    row_steps: Tensor | int,
+    *,
+    step_size: float,
+    shrink: float,
+    **adam: Any,
+) -> None:
+    """:func:`grass.functional.step_active_` and the write-back to the weight, in one pass."""
+    tensors = (weight, grad, rows, exp_avg, exp_avg_sq, indices)
+    r, n = rows.shape[dim], rows.shape[1 - dim]
+    library().step_rows(*(t.data_ptr() for t in tensors), r, n, *_numbers(row_steps, r, step_size, shrink, **adam))
+
+
+def _numbers(
+    row_steps: Tensor | int,
+    r: int,
+    step_size: float,
+    shrink: float,
     *,
     betas: tuple[float, float],
     eps: float,
     maximize: bool,
-) -> None:
-    """:func:`grass.functional.project_and_step_` in one pass, from the full gradient.
-
-    With ``rows``, the compact values, ``dim=0`` and ``grad`` compact, it is a step of active rows with its write-back.
-    """
-    c = coefficients
-    step_size, denominator = c.step_size.float().contiguous(), c.denominator.float().contiguous()
-    adam = (step_size.data_ptr(), denominator.data_ptr(), step_size.ndim, float(c.shrink))
+) -> tuple[Any, ...]:
+    """The arguments that the kernels share, from the ages of the rows on."""
+    logs = (math.log(beta) if beta > 0 else -math.inf for beta in betas)
     decays = 1 - betas[0], betas[1], 1 - betas[1], eps
-    last = (*adam, *decays, -1.0 if maximize else 1.0, torch.get_num_threads())
-    moments = exp_avg.data_ptr(), exp_avg_sq.data_ptr(), projector.indices.data_ptr()
-    r, (m, n) = projector.indices.numel(), weight.shape
-    if projector.dim == 0:
-        values = None if rows is None else rows.data_ptr()
-        library().step_rows(weight.data_ptr(), grad.data_ptr(), values, *moments, r, n, *last)
-    else:
-        library().step_columns(weight.data_ptr(), grad.data_ptr(), *moments, m, n, r, *last)
+    ages: Any = row_steps.data_ptr() if isinstance(row_steps, Tensor) else ctypes.byref(ctypes.c_float(row_steps))
+    count = r if isinstance(row_steps, Tensor) else 1
+    return ages, count, step_size, *logs, shrink, *decays, -1.0 if maximize else 1.0, torch.get_num_threads()
 
 
 @functools.cache
@@ -82,7 +121,7 @@ def library() -> ctypes.CDLL:
         _build(compiler, built)
     kernel = ctypes.CDLL(str(built))
     pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    adam: list[Any] = [pointer, pointer, size, *[real] * 6, ctypes.c_int]
+    adam: list[Any] = [pointer, size, *[ctypes.c_double] * 3, *[real] * 6, ctypes.c_int]
     kernel.step_rows.argtypes = [*[pointer] * 6, *[size] * 2, *adam]
     kernel.step_columns.argtypes = [*[pointer] * 5, *[size] * 3, *adam]
     kernel.step_rows.restype = kernel.step_columns.restype = None

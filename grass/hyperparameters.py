@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grass.moments import POLICIES
+from grass.precision import PRECISIONS
 from grass.selection import check_rule
 
 
@@ -20,6 +21,10 @@ def validate_group(group: dict[str, Any]) -> None:
         ValueError: a value is out of range; the message names value and range.
     """
     validate(group)
+    if group["stochastic_rounding"] and group["replacement"]:
+        raise ValueError(
+            "stochastic_rounding=True takes replacement=False: rows that repeat are added up in the weight's precision"
+        )
     for tensor in _tensors(group["params"]):
         _check_tensor(tensor, group)
 
@@ -58,7 +63,7 @@ def is_projected(tensor: Tensor, group: dict[str, Any]) -> bool:
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """A weight or its gradient as ``(shape[0], -1)``: a view but for some layouts of more than two dimensions."""
-    return tensor.reshape(tensor.shape[0], -1)
+    return tensor if tensor.ndim == 2 else tensor.reshape(tensor.shape[0], -1)
 
 
 def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
@@ -114,4 +119,12 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "refresh": _one_of(("sketch", "exact")),
     "sketch_size": (lambda v: _is_int(v) and v >= 1, "an integer >= 1"),
     "bank_dtype": _one_of(("float32", "bfloat16")),
+    "moment_dtype": _one_of(PRECISIONS),
+    "stochastic_rounding": _one_of((False, True)),
 }
+
+SHARED_KEYS = (
+    *("rank", "dim", "selection", "replacement", "update_interval", "seed", "refresh", "sketch_size"),
+    *("state_policy", "moment_dtype", "stochastic_rounding"),
+)
+"""What the processes of a distributed run must have alike, or they come apart."""

@@ -28,9 +28,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from grass.matmul import inner_product
+from grass.matmul import inner_product, picked_product, sketch_product
 from grass.moments import source_rows
+from grass.precision import shrink_
 from grass.projector import Projector, select_columns
+from grass.quantisation import dequantise
+from grass.shards import local
 
 LAYERS: weakref.WeakSet[CompactLayer] = weakref.WeakSet()
 """Every converted layer alive: an optimizer that was given parameters alone finds their layers here."""
@@ -44,6 +47,7 @@ class _CompactLinearFunction(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        scale: Tensor | None,
         bias: Tensor | None,
         active: Tensor,
         selected: Tensor,
@@ -55,27 +59,29 @@ class _CompactLinearFunction(torch.autograd.Function):
         narrow = dim == 1 and sketch is None
         saved = select_columns(x, selected) if narrow else x
         ctx.narrow, ctx.sketching = narrow, sketch is not None
-        ctx.save_for_backward(saved, weight, selected, signs)
-        return F.linear(x, weight, bias)
+        ctx.save_for_backward(saved, weight, scale, selected, signs)
+        return F.linear(x, _values(weight, scale, dim, x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, selected, signs = ctx.saved_tensors
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        x, weight, scale, selected, signs = ctx.saved_tensors
+        grad_x = grad @ _values(weight, scale, ctx.dim, grad.dtype) if ctx.needs_input_grad[0] else None
         g, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        grad_bias = g.sum(0) if ctx.needs_input_grad[2] else None
+        grad_bias = g.sum(0) if ctx.needs_input_grad[3] else None
         if ctx.dim == 0:
-            grad_active = inner_product(select_columns(g, selected), x)
+            grad_active = picked_product(g, selected, x)
         else:  # transposed twice, for the layout of active
-            grad_active = inner_product(x if ctx.narrow else select_columns(x, selected), g).t()
+            grad_active = (inner_product(x, g) if ctx.narrow else picked_product(x, selected, g)).t()
         grad_sketch = None
         if ctx.sketching:
-            kept, mixed = (g, x) if ctx.dim == 0 else (x, g)
-            if kept.dtype == torch.float16:  # norms leave its range before their elements do
-                kept, mixed = kept.float(), mixed.float()
-            grad_sketch = inner_product(kept, mixed if signs is None else mixed @ signs.to(mixed.dtype)).float()
-        return grad_x, None, grad_bias, grad_active.to(ctx.active_dtype), None, None, grad_sketch, None
+            grad_sketch = sketch_product(g, x, signs) if ctx.dim == 0 else sketch_product(x, g, signs)
+        return grad_x, None, None, grad_bias, grad_active.to(ctx.active_dtype), None, None, grad_sketch, None
+
+
+def _values(weight: Tensor, scale: Tensor | None, dim: int, dtype: torch.dtype) -> Tensor:
+    """The weight that int8 codes stand for; one without a scale is that itself."""
+    return weight if scale is None else dequantise(weight, scale, dim, dtype)
 
 
 class CompactLayer(nn.Module):
@@ -95,6 +101,8 @@ class CompactLayer(nn.Module):
     dim: int
     sketch: Tensor | None
     signs: Tensor | None
+    weights: str | None = None  # "int8" in grass.int8
+    stores_transposed = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copies and unpickled layers register themselves, so that a copied optimizer finds them."""
@@ -102,9 +110,22 @@ class CompactLayer(nn.Module):
         LAYERS.add(self)
 
     def matrix(self) -> Tensor:
-        """The weight as an ``(m, n)`` view, output features first, detached."""
-        matrix: Tensor = self.weight.detach()
-        return matrix
+        """The weight as an ``(m, n)`` view, output features first, detached; of a sharded one this rank's part."""
+        matrix = local(self.weight.detach())
+        return matrix.t() if self.stores_transposed else matrix
+
+    def weight_axis(self, dim: int) -> int:
+        """The dimension of ``weight`` that is dimension ``dim`` of the matrix."""
+        return dim ^ self.stores_transposed
+
+    def rows(self) -> Tensor:
+        """The values of ``active``, detached; of sharded ones this rank's part."""
+        return local(self.active.detach())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(m, n)``, on every rank the whole weight's."""
+        return self.weight.shape[self.weight_axis(0)], self.weight.shape[self.weight_axis(1)]
 
     def projector(self) -> Projector:
         """The projector onto the selected rows."""
@@ -112,41 +133,75 @@ class CompactLayer(nn.Module):
 
     def set_matrix(self, matrix: Tensor) -> None:
         """Make ``matrix (m, n)`` the weight's storage, in whatever memory layout it comes."""
-        self.weight.data = matrix
+        self.weight.data = matrix.t() if self.stores_transposed else matrix
+
+    def scale(self) -> Tensor | None:
+        """By which the weight's rows (``dim=1``: columns) are to be multiplied; ``None`` if it holds plain values."""
+        return None
+
+    def store(self, matrix: Tensor) -> None:
+        """Begin to hold the values ``matrix (m, n)``."""
+        self.set_matrix(matrix)
+
+    def unconvert(self) -> None:
+        """Hold plain values, with the active rows among them."""
+        self.write_back()
 
     def forward(self, x: Tensor) -> Tensor:
         """``x (..., n) -> (..., m)``; without gradients it is the plain layer's own forward."""
-        if not torch.is_grad_enabled():
+        scale = self.scale()
+        if scale is None and not torch.is_grad_enabled():
             plain: Tensor = super().forward(x)
             return plain
+        if hasattr(self.weight, "to_local"):
+            raise TypeError("Tensor-parallel weights are for dense mode: a compact layer computes with whole weights")
         weight, bias = self.matrix(), self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+            weight = weight.to(dtype) if scale is None else weight
         rows = self.active, self.selected, self.dim
-        y: Tensor = _CompactLinearFunction.apply(x, weight, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
+        y: Tensor = _CompactLinearFunction.apply(x, weight, scale, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
         return y
 
+    def gather(self, projector: Projector) -> Tensor:
+        """The chosen rows of the weight."""
+        return projector.gather(self.matrix())
+
     @torch.no_grad()
-    def write_back(self) -> None:
-        """Copy the active rows into the weight."""
-        self.projector().scatter_(self.matrix(), self.active.detach())
+    def write_back(self, *stamp: int) -> None:
+        """Copy the active rows into the weight.
+
+        Args:
+            stamp: numbers that name this write (seed, parameter, step): where the weight's precision calls for
+                stochastic rounding, its random bits follow from them.
+        """
+        self.projector().scatter_(self.matrix(), self.rows())
+
+    def holds_active(self) -> bool:
+        """Whether the weight's rows are what the active rows are written back as."""
+        rows = self.gather(self.projector())
+        return torch.equal(self.rows().to(rows.dtype), rows)
+
+    def decay_(self, factor: float, key: int | None = None) -> None:
+        """``W <- factor W``; a half-precision weight rounded stochastically where there is a ``key``."""
+        shrink_(self.matrix(), factor, key)
 
     @torch.no_grad()
     def select(self, indices: Tensor) -> None:
         """Make ``indices (r,)`` the selected rows: those selected already keep their values."""
         indices = indices.to(self.selected.device)
         new = Projector(indices, None, self.dim)
-        kept, source = source_rows(self.projector(), new, self.matrix().shape[self.dim])
-        rows = new.gather(self.matrix()).to(self.active.dtype)
-        held = Projector(source, None, self.dim).gather(self.active)
-        self.active.copy_(torch.where(new.along(kept), held, rows))
+        kept, source = source_rows(self.projector(), new, self.shape[self.dim])
+        rows = self.gather(new).to(self.active.dtype)
+        held = Projector(source, None, self.dim).gather(self.rows())
+        self.rows().copy_(torch.where(new.along(kept), held, rows))
         self.selected.copy_(indices)
 
     @torch.no_grad()
     def reload(self) -> None:
         """Take the active rows from the weight."""
-        self.active.copy_(self.projector().gather(self.matrix()))
+        self.rows().copy_(self.gather(self.projector()))
 
     @torch.no_grad()
     def restore(self, indices: Tensor, active: Tensor | None = None) -> None:
@@ -156,31 +211,25 @@ class CompactLayer(nn.Module):
         if active is None:
             self.reload()
         else:
-            self.active.copy_(active)
+            self.rows().copy_(local(active))
 
     def begin_sketch(self, signs: Tensor | None) -> None:
         """Gather ``G S`` from the next forward on; ``signs`` is ``S``, or ``None`` for the gradient itself."""
-        shape = self.matrix().shape
-        width = shape[1 - self.dim] if signs is None else signs.shape[1]
+        width = self.shape[1 - self.dim] if signs is None else signs.shape[1]
         self.signs = signs
-        self.sketch = torch.zeros(shape[self.dim], width, device=self.weight.device, requires_grad=True)
+        self.sketch = torch.zeros(self.shape[self.dim], width, device=self.weight.device, requires_grad=True)
 
     def end_sketch(self) -> Tensor:
-        """Stop gathering; returns the norms of the sketched rows.
-
-        They are all zero where no backward has run, and where one overflowed: the rows that did would be the largest,
-        yet count as the smallest.
-        """
-        gathered = None if self.sketch is None else self.sketch.grad
-        self.sketch = self.signs = None
-        if gathered is None or not gathered.isfinite().all():
-            return torch.zeros(self.matrix().shape[self.dim])
-        norms: Tensor = torch.linalg.vector_norm(gathered, dim=1)
-        return norms
+        """Stop gathering; returns the sketched rows, zero where no backward has run."""
+        sketch, self.sketch, self.signs = self.sketch, None, None
+        if sketch is None:
+            return torch.zeros(self.shape[self.dim], 1, device=self.weight.device)
+        return torch.zeros_like(sketch) if sketch.grad is None else sketch.grad
 
     def extra_repr(self) -> str:
         """The plain layer's, with rank and dim."""
-        return f"{super().extra_repr()}, rank={self.selected.numel()}, dim={self.dim}"
+        weights = f", weights={self.weights}" if self.weights else ""
+        return f"{super().extra_repr()}, rank={self.selected.numel()}, dim={self.dim}{weights}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -200,8 +249,12 @@ class CompactLayer(nn.Module):
         super()._load_from_state_dict(*arguments)
         if f"{prefix}active" in missing_keys:
             missing_keys.remove(f"{prefix}active")
-        rows = self.projector().gather(self.matrix())
-        if not torch.equal(self.active.to(rows.dtype), rows):  # else the finer master copy stays
+        if self.rows().is_meta:
+            raise RuntimeError(
+                "A converted layer on the meta device has lost its active rows: load weights before grass.compact(), "
+                "and with accelerate choose FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)"
+            )
+        if not self.holds_active():  # else the finer master copy stays
             self.reload()
 
 
@@ -209,14 +262,3 @@ class CompactLinear(CompactLayer, nn.Linear):
     """A converted ``nn.Linear``."""
 
     plain_class: type[nn.Module] = nn.Linear
-
-
-def compact_class(module: nn.Module) -> type[CompactLayer] | None:
-    """The converted counterpart of a module's class; ``None`` where there is none."""
-    if type(module) is nn.Linear:
-        return CompactLinear
-    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
-        from grass.conv1d import CompactConv1D
-
-        return CompactConv1D
-    return None

@@ -5,8 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grass import kernels
+from grass.kernels.dispatch import runs_triton
+from grass.projector import select_columns
+
 ONEDNN_FROM = 4_000_000
 """Multiplications from which oneDNN is faster than the default BLAS; below it, its set-up costs more."""
+
+
+def picked_product(a: Tensor, indices: Tensor, b: Tensor) -> Tensor:
+    """``a[:, indices]^T b``: ``(t, k), (t, l) -> (r, l)``; on CUDA by :func:`grass.kernels.compact_grad`."""
+    if runs_triton("compact_grad", a, b, indices):
+        picked: Tensor = kernels.compact_grad(a, b, indices, 0)
+        return picked
+    return inner_product(select_columns(a, indices), b)
+
+
+def sketch_product(kept: Tensor, mixed: Tensor, signs: Tensor | None) -> Tensor:
+    """``kept^T mixed S`` in float32; ``signs`` is ``S (l, s)``, or ``None`` for the identity."""
+    if signs is not None and runs_triton("row_sketch", kept, mixed, signs):
+        sketch: Tensor = kernels.row_sketch(kept, mixed, signs)
+        return sketch
+    if kept.dtype == torch.float16:  # norms leave its range before their elements do
+        kept, mixed = kept.float(), mixed.float()
+    return inner_product(kept, mixed if signs is None else mixed @ signs.to(mixed.dtype)).float()
 
 
 def inner_product(a: Tensor, b: Tensor) -> Tensor:

@@ -7,15 +7,18 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from grass.active import arm, layers_by_parameter, reserve_rows
 from grass.background import Background
 from grass.functional import ScratchPool
-from grass.hyperparameters import is_projected, validate_group
+from grass.hyperparameters import SHARED_KEYS, as_matrix, is_projected, validate_group
 from grass.layers import CompactLayer
 from grass.moments import HOST_KEYS, State
-from grass.steps import ActiveRows, GroupStep
+from grass.ranks import Ranks, checksum
+from grass.shards import aligned_grad, assembled, local
+from grass.steps import ActiveRows, GroupStep, is_half, step_device
 
 ParamsT = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -56,11 +59,20 @@ class GrassAdamW(Optimizer):
         maximize: ascend.
         decay: ``"selected"`` decays the rows that move, ``"all"`` whole weights.
         bank_dtype: precision of the bank: ``"float32"`` or ``"bfloat16"``.
+        moment_dtype: precision of the moments of projected weights: ``"float32"``, ``"bfloat16"`` or ``"8bit"``, both
+            rounded stochastically (:mod:`grass.precision`). Moments of float64 weights stay float64.
+        stochastic_rounding: round what is written to bfloat16 and float16 weights, at full rank too (whose moments have
+            their precision), up or down by chance, so that updates below their spacing are kept in the mean. Not for
+            ``replacement=True``.
         refresh: how compact mode learns the norms for a selection: ``"sketch"``, from a Johnson-Lindenstrauss sketch of
             the gradient, or ``"exact"``, from the full gradient of that one step.
         sketch_size: columns of the sketch.
         fused: step float32 weights on the CPU with a kernel that reads and writes every chosen row once; it is compiled
             on first use and needs a C++ compiler. Elsewhere it changes nothing.
+
+    Attributes:
+        process_group: the ranks that train this model together; ``None``, which pickles restore, means all there are.
+        given_norms: in dense mode, of what a coming refresh chooses rows by where not by the gradient at hand.
 
     Errors:
         ``ValueError`` for values out of range, including a rank beyond the selected dimension, when the group is added;
@@ -73,6 +85,7 @@ class GrassAdamW(Optimizer):
     """
 
     writes_back_active_rows = True
+    process_group: ProcessGroup | None = None
 
     def __init__(
         self,
@@ -94,13 +107,19 @@ class GrassAdamW(Optimizer):
         maximize: bool = False,
         decay: str = "selected",
         bank_dtype: str | torch.dtype = "float32",
+        moment_dtype: str | torch.dtype = "float32",
+        stochastic_rounding: bool = False,
         refresh: str = "sketch",
         sketch_size: int = 32,
         fused: bool = False,
     ) -> None:
         defaults = {key: value for key, value in locals().items() if key not in ("self", "params", "__class__")}
         self._background = Background()
-        defaults["bank_dtype"] = str(bank_dtype).removeprefix("torch.")
+        self.given_norms: dict[Tensor, Tensor] = {}
+        self._verified = False
+        self._selecting: int | None = None
+        for name in ("bank_dtype", "moment_dtype"):
+            defaults[name] = str(defaults[name]).removeprefix("torch.")
         super().__init__(_trainable(params) if isinstance(params, nn.Module) else params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,18 +131,21 @@ class GrassAdamW(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle or a checkpoint; keys that it lacks take their defaults."""
         self.__dict__.setdefault("_background", Background())
+        self.__dict__.setdefault("given_norms", {})
+        self._verified, self._selecting = False, None
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
-                group.setdefault(key, value)
+                if key != "differentiable":  # put among the defaults by torch, just now
+                    group.setdefault(key, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, after checking its values against its tensors."""
         group = dict(param_group)
         if not isinstance(group["params"], (Tensor, set)):  # torch refuses sets, which have no order
             group["params"] = list(group["params"])
-        if "bank_dtype" in group:
-            group["bank_dtype"] = str(group["bank_dtype"]).removeprefix("torch.")
+        for name in group.keys() & {"bank_dtype", "moment_dtype"}:
+            group[name] = str(group[name]).removeprefix("torch.")
         validate_group({**self.defaults, **group})
         super().add_param_group(group)
         layers, added = layers_by_parameter(), self.param_groups[-1]
@@ -133,6 +155,7 @@ class GrassAdamW(Optimizer):
             raise ValueError("Compact mode takes replacement=False: active rows are neither scaled nor repeated")
         for layer in active:
             arm(layer, NEW, added)
+        self._selecting = self._count_selecting(layers)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -147,23 +170,54 @@ class GrassAdamW(Optimizer):
                 loss = closure()
         self._check_gradients()
         self._background.finish()
-        layers, scratch, index = layers_by_parameter(), ScratchPool(), 0
+        layers, scratch, ranks, index = layers_by_parameter(), ScratchPool(), Ranks.of(self.process_group), 0
+        self._check_parameters(layers)
+        self.verify_settings()
+        chosen: list[Tensor] = []
         for group in self.param_groups:
-            group_step = GroupStep(group, scratch, self._background)
+            group_step = GroupStep(group, scratch, self._background, ranks, chosen)
             plain, active = [], []
             for p in group["params"]:
                 if p.grad is None:
                     pass
                 elif id(p) in layers:
-                    active.append(ActiveRows(p.detach(), p.grad, layers[id(p)], self.state[p], index))
+                    active.append(
+                        ActiveRows(local(p.detach()), local(aligned_grad(p)), layers[id(p)], self.state[p], index)
+                    )
                 elif is_projected(p, group):
-                    group_step.projected(p, p.grad, self.state[p], index)
+                    group_step.projected(p, aligned_grad(p), self.state[p], index, self.given_norms.pop(p, None))
+                elif group["stochastic_rounding"] and is_half(p.dtype):
+                    group_step.rounded(p, aligned_grad(p), self.state[p], index)
                 else:
                     plain.append(p)
                 index += 1
             group_step.plain(plain, [self.state[p] for p in plain])
             group_step.active(active)
+        ranks.verify_selection(chosen)
         return loss
+
+    def verify_settings(self) -> None:
+        """Compare with the other ranks what decides the selection, once; ``step`` does before the first one.
+
+        Raises:
+            ValueError: on every rank, naming a setting that differs and the ranks that have each value.
+        """
+        ranks, layers = Ranks.of(self.process_group), layers_by_parameter()
+        if self._verified or ranks.group is None:
+            return
+        settings: dict[str, Any] = {}
+        for number, group in enumerate(self.param_groups):
+            settings |= {f"{key} of group {number}": group[key] for key in SHARED_KEYS}
+            for i, p in enumerate(group["params"]):
+                name = group.get("param_names", {i: f"parameter {i} of group {number}"})[i]
+                settings[f"the shape of {name}"] = tuple(p.shape)
+                settings[f"the age of {name}"] = [
+                    int(self.state.get(p, {}).get(key, 0)) for key in ("step", "refreshes")
+                ]
+                if id(p) in layers:
+                    settings[f"the rows of {name}"] = checksum(layers[id(p)].selected)
+        ranks.verify_settings(settings)
+        self._verified = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, bit for bit.
@@ -177,6 +231,7 @@ class GrassAdamW(Optimizer):
                 another optimizer or mode.
         """
         exact: dict[int, State] = {}
+        self._verified = False
         before = self.register_load_state_dict_pre_hook(lambda _, loading: self._begin_load(loading, exact))
         after = self.register_load_state_dict_post_hook(lambda _: self._finish_load(exact), prepend=True)
         try:
@@ -188,9 +243,12 @@ class GrassAdamW(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors and plain scalars; with the active rows' values where the weights cannot hold them."""
         self._background.finish()
-        state_dict = super().state_dict()
+        state_dict, layers = super().state_dict(), layers_by_parameter()
         for position, p in enumerate(self._parameters()):
             state = state_dict["state"].get(position, {})
+            if "indices" in state and hasattr(p, "to_local"):
+                shape = layers[id(p)].shape if id(p) in layers else as_matrix(p).shape
+                state = state_dict["state"][position] = assembled(state, p, tuple(shape))
             if "active" in state:
                 state_dict["state"][position] = {**state, "active": p.detach().clone()}
         return state_dict
@@ -218,16 +276,17 @@ class GrassAdamW(Optimizer):
         return bare
 
     def _finish_load(self, exact: dict[int, State]) -> None:
-        for position, p in enumerate(self._parameters()):
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        for position, (p, group) in enumerate(zip(self._parameters(), groups, strict=True)):
             if position in exact:
                 self.state[p] = {
-                    key: value.to("cpu" if key in HOST_KEYS else p.device, copy=True)
+                    key: local(value).to("cpu" if key in HOST_KEYS else p.device, copy=True)
                     if isinstance(value, Tensor)
                     else value
                     for key, value in exact[position].items()
                 }
             elif "step" in self.state[p]:
-                self.state[p]["step"] = self.state[p]["step"].to(p.device)  # where torch's fused AdamW wants it
+                self.state[p]["step"] = self.state[p]["step"].to(step_device(p, group))
         layers = layers_by_parameter()
         for group in self.param_groups:
             for p in group["params"]:
@@ -237,9 +296,26 @@ class GrassAdamW(Optimizer):
                     reserve_rows(state, layer)
                     arm(layer, state, group)
 
+    def _count_selecting(self, layers: dict[int, CompactLayer]) -> int:
+        return sum(id(p) in layers or is_projected(p, group) for group in self.param_groups for p in group["params"])
+
+    def _check_parameters(self, layers: dict[int, CompactLayer]) -> None:
+        """Refuse to train whole what was to be trained by rows."""
+        found = self._count_selecting(layers)
+        if self._selecting is None:
+            self._selecting = found
+        if found < self._selecting:
+            raise RuntimeError(
+                f"Of {self._selecting} parameters that rows are selected of, {found} are left: a wrapper has replaced "
+                "them by flattened ones (DeepSpeed ZeRO, FSDP1), or FSDP2 has not resharded them before the step; "
+                "train with DDP or FSDP2 (fully_shard)"
+            )
+
     def _check_gradients(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
+                if group["moment_dtype"] == "8bit" and hasattr(p, "to_local"):
+                    raise ValueError("moment_dtype='8bit' cannot be sharded: its blocks of 256 values run over rows")
                 if p.grad is not None and p.grad.layout != torch.strided:
                     raise TypeError(
                         f"GrassAdamW takes dense gradients, got {p.grad.layout} for a weight of {tuple(p.shape)}; "

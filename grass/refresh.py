@@ -12,14 +12,17 @@ from torch import Tensor
 from grass.background import Background
 from grass.functional import StepCoefficients
 from grass.moments import POLICIES, State, bank, shared_steps
+from grass.precision import full_moments, rounding_key
 from grass.projector import Projector
-from grass.selection import select_rows, selection_generator
+from grass.selection import Selection, select_rows, selection_generator
 
 Carry = Callable[[Projector | None, Projector], None]
 """``carry(old, new)`` moves the moments from the old selection, ``None`` at first, to the new one."""
 
 
-def carry_moments(state: State, weight: Tensor, group: dict[str, Any], background: Background | None = None) -> Carry:
+def carry_moments(
+    state: State, weight: Tensor, group: dict[str, Any], index: int, background: Background | None = None
+) -> Carry:
     """The group's state policy, bound to one weight ``(m, n)`` and its state.
 
     With a ``background``, exchanges with a bank that exists already go on there.
@@ -27,8 +30,11 @@ def carry_moments(state: State, weight: Tensor, group: dict[str, Any], backgroun
     policy, bank_dtype = POLICIES[group["state_policy"]], getattr(torch, group["bank_dtype"])
 
     def carry(old: Projector | None, new: Projector) -> None:
+        key = rounding_key(group, index, -1 - state["step"])
+
         def work() -> None:
-            policy(state, old, new, weight, bank_dtype)
+            with full_moments(state, group["moment_dtype"], key):
+                policy(state, old, new, weight, bank_dtype)
 
         if background is None or policy is not bank or "bank_steps" not in state:
             work()
@@ -63,13 +69,11 @@ def refresh(state: State, carry: Carry, norms: Tensor, dim: int, rank: int, grou
         when ``torch.distributed.checkpoint`` has a fresh optimizer build its state: state is made, nothing is counted.
     """
     norms, device = norms.cpu(), norms.device
-    informative = bool((norms.isfinite() & (norms > 0)).any())
+    selection, informative = choose(state, norms, rank, group, index), is_informative(norms)
+    if selection is None:
+        return True
     if not state:
         state.update(step=0, refresh_step=0, refreshes=0)
-    elif not informative:
-        return True
-    generator = selection_generator(group["seed"], index, state["refreshes"])
-    selection = select_rows(norms, rank, group["selection"], generator, replacement=group["replacement"])
     old = current_projector(state) if "indices" in state else None
     new = Projector.from_selection(selection, dim, device)
     carry(old, new)
@@ -79,6 +83,19 @@ def refresh(state: State, carry: Carry, norms: Tensor, dim: int, rank: int, grou
         state["row_scale"] = new.scale
     state["refreshes"] += informative
     return informative or bool(group["lr"] != 0)
+
+
+def choose(state: State, norms: Tensor, rank: int, group: dict[str, Any], index: int) -> Selection | None:
+    """The rows that :func:`refresh` goes over to; ``None`` where those chosen earlier stay."""
+    if state and not is_informative(norms):
+        return None
+    generator = selection_generator(group["seed"], index, state.get("refreshes", 0))
+    return select_rows(norms, rank, group["selection"], generator, replacement=group["replacement"])
+
+
+def is_informative(norms: Tensor) -> bool:
+    """Whether any row is known to be larger than zero."""
+    return bool((norms.isfinite() & (norms > 0)).any())
 
 
 def current_projector(state: State) -> Projector:
@@ -102,6 +119,13 @@ class GroupCoefficients:
         if key not in self._shared:
             self._shared[key] = self._make(key[0], warmup)
         return self._shared[key]
+
+    def numbers(self, state: State) -> dict[str, Any]:
+        """The same as :func:`grass.kernels.compact_adamw_` takes it; advances the rows' own counts."""
+        group, steps = self.group, shared_steps(state)
+        lr = float(group["lr"]) * self.warmup(state)
+        row_steps = state["row_steps"].add_(1) if "row_steps" in state else steps
+        return {"row_steps": row_steps, "step_size": lr * group["scale"], "shrink": 1 - lr * group["weight_decay"]}
 
     def _make(self, row_steps: Tensor | int, warmup: float) -> StepCoefficients:
         group = self.group

@@ -16,6 +16,11 @@ Own text files, or any dataset of the Hugging Face hub as a stream:
     python scripts/pretrain.py --dataset json --data-files train=a.jsonl validation=b.jsonl --tokenizer t5-base \
         --out runs/json
 
+On several processes, by DDP or, with --fsdp, by FSDP2; batches are per process:
+
+    torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --compact --rank 0.125 --out runs/ddp
+    torchrun --nproc-per-node 2 --max-restarts 3 scripts/pretrain.py --compact --fsdp --resume --out runs/fsdp
+
 The run's directory holds metrics.csv, TensorBoard logs, checkpoints, and at the end the model for from_pretrained.
 """
 
@@ -23,17 +28,20 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import grass
 from grass.training.checkpoint import CheckpointStore, export_model
 from grass.training.data import DataConfig, load_data
-from grass.training.flags import HelpFormatter, add_optimizer_flags, from_flags
+from grass.training.flags import HelpFormatter, add_optimizer_flags, from_flags, split_and_path
 from grass.training.loop import Result, TrainConfig, Trainer
 from grass.training.models import LLAMA_SHAPES, build_llama, llama_config
-from grass.training.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer
+from grass.training.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer, convert
+from grass.training.processes import Processes, launched_processes, shard_blocks, whole_weights
 from grass.training.throughput import model_flops_per_token, peak_flops, peak_memory
 
 CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every", "keep", "device"}
@@ -43,28 +51,43 @@ CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every",
 def main(argv: list[str] | None = None) -> None:
     parser = argument_parser()
     args = parser.parse_args(argv)
+    with launched_processes(args.device) as processes:
+        run(parser, args, processes)
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace, processes: Processes) -> None:
     try:
         warmup = min(100, args.steps // 10) if args.warmup is None else args.warmup
         train_config = from_flags(TrainConfig, args, autocast=args.dtype == "autocast", warmup=warmup)
-        data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None)
+        shard = processes.rank, processes.size
+        data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None, shard=shard)
         optimizer_config = from_flags(OptimizerConfig, args, name=args.optimizer)
         checkpoints = checkpoint_store(args, optimizer_config)
         data = load_data(data_config)
         config = llama_config(args.model, vocab_size=data.vocab_size, max_seq_len=args.seq_len)
         dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-        placed = {"dtype": dtype, "device": device_name(args.device)}
+        placed = {"dtype": dtype, "device": processes.device}
         saved_memory = {"checkpointing": args.checkpointing, "chunk_tokens": args.chunked_loss}
-        model = build_llama(config, seed=args.seed, **placed, **saved_memory)
+        layerwise = partial(convert, config=optimizer_config) if args.weights else None
+        model = build_llama(config, seed=args.seed, convert=layerwise, **placed, **saved_memory)
+        if args.fsdp:
+            if args.compact:
+                convert(model, config=optimizer_config)
+            shard_blocks(model)
         optimizer = build_optimizer(model, optimizer_config)
         settings = {name: value for name, value in vars(args).items() if name not in CHANGEABLE}
-        trainer = Trainer(model, optimizer, data, train_config, checkpoints, settings)
-        if args.resume and trainer.resume():
+        trainer = Trainer(model, optimizer, data, train_config, checkpoints, settings, processes)
+        if args.resume and trainer.resume() and processes.is_main:
             print(f"Resumed at step {trainer.step}")
     except ValueError as error:
         parser.error(str(error))
-    report(trainer.run(), trainer, args)
-    if trainer.step == args.steps:
-        export_model(model, args.out / "model")
+    result, weights = trainer.run(), whole_weights(model)
+    if processes.is_main:
+        report(result, trainer, args)
+        if trainer.step == args.steps:
+            if args.weights:
+                grass.expand(model.cpu())  # the device may not hold it
+            export_model(model, args.out / "model", weights)
 
 
 def report(result: Result, trainer: Trainer, args: argparse.Namespace) -> None:
@@ -93,10 +116,6 @@ def checkpoint_store(args: argparse.Namespace, optimizer: OptimizerConfig) -> Ch
     return store
 
 
-def device_name(name: str) -> str:
-    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument_group("run").add_argument
@@ -105,6 +124,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--model", choices=LLAMA_SHAPES, default="1m", help="size")
     add("--seed", type=int, default=0, help="of the initial weights, the order of the data and the row selection")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    add("--fsdp", action="store_true", help="under torchrun: shard the model (FSDP2) instead of replicating it (DDP)")
     add("--dtype", choices=("fp32", "bf16", "autocast"), default="fp32", help="bf16: also the weights")
     add_training_flags(parser.add_argument_group("training").add_argument)
     add_data_flags(parser.add_argument_group("data; by default the embedded corpus").add_argument)
@@ -144,13 +164,6 @@ def add_data_flags(add: Any) -> None:
     add("--eval-split", default="validation", help="held-out split")
     add("--data-files", nargs="+", type=split_and_path, default=(), metavar="SPLIT=GLOB")
     add("--text-column", default="text", help="column that holds the text")
-
-
-def split_and_path(text: str) -> tuple[str, str]:
-    split, equals, path = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be SPLIT=GLOB, such as train=a.jsonl")
-    return split, path
 
 
 if __name__ == "__main__":

@@ -32,12 +32,12 @@ def tiny_llama() -> Callable[..., torch.nn.Module]:
     """A factory of small LLaMAs with tall, wide and square weights; equal ones for equal arguments."""
     transformers = pytest.importorskip("transformers")
 
-    def build(seed: int = 0, **overrides: object) -> torch.nn.Module:
+    def build(seed: int = 0, layers: int = 2, **overrides: object) -> torch.nn.Module:
         config = transformers.LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=32,
             intermediate_size=48,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=32,

@@ -26,11 +26,12 @@ def test_dense_step(shape: tuple[int, int], dim: int, per_row: bool, maximize: b
     projector = Projector(torch.randperm(shape[dim])[:rank].sort().values, None, dim)
     ages = torch.randint(1, 50, (rank,)).float() if per_row else 7
     coefficients = StepCoefficients.at(ages, lr=1e-2, betas=HYPER["betas"], weight_decay=0.1)
+    numbers = {"row_steps": ages, "step_size": 1e-2, "shrink": 1 - 1e-2 * 0.1}
     weight, grad = torch.randn(shape), torch.randn(shape)
     exp_avg, exp_avg_sq = projector.gather(torch.randn(shape)), projector.gather(torch.rand(shape))
     ours = [t.clone() for t in (weight, exp_avg, exp_avg_sq)]
     assert cpu_kernel.can_step(weight, grad, exp_avg, projector)
-    cpu_kernel.step_(ours[0], projector, grad, *ours[1:], coefficients, **HYPER, maximize=maximize)
+    cpu_kernel.step_(ours[0], projector, grad, *ours[1:], **numbers, **HYPER, maximize=maximize)
     project_and_step_(weight, projector, grad, exp_avg, exp_avg_sq, coefficients, **HYPER, maximize=maximize)
     for our, twin in zip(ours, (weight, exp_avg, exp_avg_sq), strict=True):
         torch.testing.assert_close(our, twin, **CLOSE)

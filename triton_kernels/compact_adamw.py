@@ -8,8 +8,8 @@ For row ``j`` of ``r``, which is row ``sigma_j`` of the weight ``W (m, n)``, at 
     W[sigma_j] <- w_j
 
 ``w`` is a tensor of its own (``rows``, possibly finer than ``W``) or ``W[sigma]``. What is stored in half precision is
-rounded stochastically where a ``key`` is given (:mod:`random_bits`): bit streams 0, 1, 2 for ``w``, ``M``, ``V``, the
-counter of an element being its place ``sigma_j n + k`` in the weight.
+rounded stochastically where there is a key for it (:mod:`random_bits`): bit streams 0, 1, 2 for ``w``, ``M``, ``V``;
+the counter of an element is its place ``sigma_j n + k`` in the weight.
 
 Floor in bytes, all float32: ``28 r n`` on the weight's own rows (4 values read, 3 written), ``32 r n`` with ``rows``.
 With a bfloat16 weight and float32 moments: ``22 r n`` on its own rows, ``30 r n`` with float32 ``rows`` and their
@@ -22,8 +22,6 @@ import math
 
 import torch
 from torch import Tensor
-
-from grass.functional import StepCoefficients, adam_direction_
 
 from .dispatch import kernel_op
 from .language import cdiv, jit, narrowed, tile, tl
@@ -47,6 +45,7 @@ def compact_adamw_(
     shrink: float = 1.0,
     maximize: bool = False,
     key: int | None = None,
+    moment_key: int | None = None,
 ) -> None:
     """Step the chosen rows (``dim=1``: columns) of ``weight``; also updates both moments and ``rows``, in place.
 
@@ -65,14 +64,15 @@ def compact_adamw_(
         eps: added to the denominator.
         shrink: ``1 - lr weight_decay``.
         maximize: ascend.
-        key: of stochastic rounding, :func:`random_bits.make_key`; ``None`` rounds to nearest.
+        key: of stochastic rounding of the values, :func:`random_bits.make_key`; ``None`` rounds to nearest.
+        moment_key: the same for the moments.
     """
     if dim == 1:
         weight, grad, exp_avg, exp_avg_sq = weight.t(), grad.t(), exp_avg.t(), exp_avg_sq.t()
         rows = None if rows is None else rows.t()
     ages, step = (row_steps, 0.0) if isinstance(row_steps, Tensor) else (None, float(row_steps))
     tensors = weight, indices, rows, grad, exp_avg, exp_avg_sq, ages
-    _compact_adamw(*tensors, step, step_size, *betas, eps, shrink, maximize, gather_grad, key)
+    _compact_adamw(*tensors, step, step_size, *betas, eps, shrink, maximize, gather_grad, key, moment_key)
 
 
 def _twin(
@@ -92,7 +92,10 @@ def _twin(
     maximize: bool,
     gather_grad: bool,
     key: int | None,
+    moment_key: int | None,
 ) -> None:
+    from grass.functional import StepCoefficients, adam_direction_  # grass itself imports this module
+
     wide = torch.promote_types(exp_avg.dtype, torch.float32)
     first, second = exp_avg.to(wide), exp_avg_sq.to(wide)
     steps = torch.tensor(step, dtype=torch.float64) if ages is None else ages
@@ -106,7 +109,7 @@ def _twin(
     counter = indices.unsqueeze(1) * weight.shape[1] + torch.arange(weight.shape[1], device=weight.device)
     for stream, moment, value in ((1, exp_avg, first), (2, exp_avg_sq, second)):
         if value is not moment:
-            moment.copy_(_rounded(value, moment.dtype, counter, key, stream))
+            moment.copy_(_rounded(value, moment.dtype, counter, moment_key, stream))
     value = _rounded(new, old.dtype, counter, key, 0)
     if rows is not None:
         rows.copy_(value)
@@ -136,17 +139,17 @@ def _launch(
     maximize: bool,
     gather_grad: bool,
     key: int | None,
+    moment_key: int | None,
 ) -> None:
     r, n = exp_avg.shape
     values = weight if rows is None else rows
     transposed = weight.stride(0) == 1 and weight.stride(1) > 1
     block_r, block_n = tile(r, n, transposed, elements=1024)
     logs = (math.log(beta) if beta > 0 else -1e30 for beta in (beta1, beta2))
-    low = key_words(key or 0)[0]
-    words = low, *(key_words(key or 0, stream)[1] for stream in range(3))
+    words = *key_words(key or 0), *key_words(moment_key or 0, 1), key_words(moment_key or 0, 2)[1]
     strides = *weight.stride(), *values.stride(), *grad.stride(), *exp_avg.stride(), *exp_avg_sq.stride()
     hyperparameters = step, step_size, *logs, 1 - beta1, beta2, 1 - beta2, eps, shrink, -1.0 if maximize else 1.0
-    flags = rows is not None, gather_grad, ages is not None, key is not None
+    flags = rows is not None, gather_grad, ages is not None, key is not None, moment_key is not None
     _compact_adamw_kernel[cdiv(r, block_r), cdiv(n, block_n)](
         weight, indices, values, grad, exp_avg, exp_avg_sq, ages, r, n, *strides, *hyperparameters, *words, *flags,
         block_r, block_n,
@@ -180,8 +183,9 @@ def _compact_adamw_kernel(
     weight, indices, values, grad, exp_avg, exp_avg_sq, ages, r, n,
     weight_row, weight_col, value_row, value_col, grad_row, grad_col, m_row, m_col, v_row, v_col,
     step, step_size, log_beta1, log_beta2, complement1, beta2, complement2, eps, shrink, sign,
-    key_low, key_high, key_high1, key_high2,
-    HAS_ROWS: tl.constexpr, GATHER_GRAD: tl.constexpr, PER_ROW: tl.constexpr, STOCHASTIC: tl.constexpr,
+    key_low, key_high, moment_low, first_high, second_high,
+    HAS_ROWS: tl.constexpr, GATHER_GRAD: tl.constexpr, PER_ROW: tl.constexpr,
+    STOCHASTIC: tl.constexpr, STOCHASTIC_MOMENTS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -206,8 +210,8 @@ def _compact_adamw_kernel(
     w = w * shrink - size * (m / (tl.sqrt(v) / root + eps))
 
     counter = target * n + col
-    _store(m_at, m, inside, counter, key_low, key_high1, STOCHASTIC)
-    _store(v_at, v, inside, counter, key_low, key_high2, STOCHASTIC)
+    _store(m_at, m, inside, counter, moment_low, first_high, STOCHASTIC_MOMENTS)
+    _store(v_at, v, inside, counter, moment_low, second_high, STOCHASTIC_MOMENTS)
     w = _store(value_at, w, inside, counter, key_low, key_high, STOCHASTIC)
     if HAS_ROWS:
         w = w.to(tl.float32)
@@ -217,7 +221,7 @@ def _compact_adamw_kernel(
 _compact_adamw = kernel_op(
     "compact_adamw_(Tensor(a!) weight, Tensor indices, Tensor(b!)? rows, Tensor grad, Tensor(c!) exp_avg, "
     "Tensor(d!) exp_avg_sq, Tensor? ages, float step, float step_size, float beta1, float beta2, float eps, "
-    "float shrink, bool maximize, bool gather_grad, int? key) -> ()",
+    "float shrink, bool maximize, bool gather_grad, int? key, int? moment_key) -> ()",
     twin=_twin,
     launch=_launch,
     fake=lambda *_: None,

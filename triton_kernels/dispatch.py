@@ -53,7 +53,7 @@ def runs_triton(name: str, *args: Any) -> bool:
         ValueError: ``GRASS_KERNELS`` is neither ``torch`` nor ``triton``.
     """
     tensors = [a for a in args if isinstance(a, Tensor)]
-    if not _wants_triton(tensors[0].device.type):
+    if not wants_triton(tensors[0].device.type):
         return False
     reason = _obstacle(tensors)
     if reason:
@@ -61,7 +61,12 @@ def runs_triton(name: str, *args: Any) -> bool:
     return reason is None
 
 
-def _wants_triton(device: str) -> bool:
+def wants_triton(device: str) -> bool:
+    """Whether tensors on this type of device go to Triton, where a kernel takes them.
+
+    Raises:
+        ValueError: ``GRASS_KERNELS`` is neither ``torch`` nor ``triton``.
+    """
     choice = os.environ.get("GRASS_KERNELS", "")
     if choice not in ("", "torch", "triton"):
         raise ValueError(f"Invalid GRASS_KERNELS={choice!r}: must be 'torch' or 'triton', or unset")

@@ -66,12 +66,17 @@ class GrassFactory:
             targets: as in :func:`grass.matched_modules`.
             exclude: likewise.
             keywords: any other argument of :class:`grass.GrassAdamW` and, in compact mode, ``dim``, ``dtype`` and
-                ``calibration`` of :func:`grass.compact`.
+                ``calibration`` of :func:`grass.compact`. For its ``weights="int8"`` convert before Trainer is made.
 
         Raises:
             ValueError: a value is out of range, nothing matches, or ``mode`` and ``rank`` do not fit the model.
             RuntimeError: DDP or FSDP has wrapped the model: it is too late to convert it.
         """
+        if keywords.pop("weights", None) is not None:
+            raise ValueError(
+                "Trainer loads a checkpoint before it calls this factory, and would take int8 codes for weights: call "
+                "grass.compact(model, ...) before Trainer is made, and leave rank and weights out here"
+            )
         keywords = {**_from_arguments(args), **keywords}
         targets = _targets(model, args) if targets is None else targets
         _check_mode(model, mode, rank)

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model, save_model
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+
+from grass.training.weights import load_weights, read_weights, write_weights
 
 MANIFEST = "manifest.json"
 STATE = "state.pt"
-WEIGHTS = "model.safetensors"
 TEMPORARY = ".incomplete-"
 
 
@@ -38,11 +41,20 @@ class CheckpointStore:
         self.root = root
         self.keep = keep
 
-    def save(self, step: int, model: PreTrainedModel, state: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of a step, then delete those beyond the newest ``keep`` and what was left unfinished."""
+    def save(
+        self, step: int, model: PreTrainedModel, state: Mapping[str, Any], weights: dict[str, Tensor] | None = None
+    ) -> Path:
+        """Write the checkpoint of a step, then delete those beyond the newest ``keep`` and what was left unfinished.
+
+        Args:
+            step: after which it is made.
+            model: whose configuration and weights it holds.
+            state: everything else.
+            weights: the model's, where it holds only shards of them itself.
+        """
         path = self.root / f"step-{step:08d}"
         with atomic_directory(path) as partial:
-            write_model(model, partial)
+            write_model(model, partial, weights)
             torch.save(dict(state), partial / STATE)
             sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
             (partial / MANIFEST).write_text(json.dumps(sizes))
@@ -59,21 +71,25 @@ class CheckpointStore:
     @staticmethod
     def load(path: Path, model: PreTrainedModel) -> dict[str, Any]:
         """Load the weights into ``model`` and return the rest of the state, on the CPU."""
-        load_model(model, path / WEIGHTS)
+        weights = read_weights(path)
+        if isinstance(model, FSDPModule):
+            set_model_state_dict(model, {**weights}, options=StateDictOptions(full_state_dict=True))
+        else:
+            load_weights(model, weights)
         state: dict[str, Any] = torch.load(path / STATE, map_location="cpu", weights_only=True)
         return state
 
 
-def export_model(model: PreTrainedModel, path: Path) -> None:
-    """Write a directory that ``from_pretrained`` loads, atomically."""
+def export_model(model: PreTrainedModel, path: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Write a directory that ``from_pretrained`` loads, atomically; ``weights`` as in :meth:`CheckpointStore.save`."""
     with atomic_directory(path) as partial:
-        write_model(model, partial)
+        write_model(model, partial, weights)
 
 
-def write_model(model: PreTrainedModel, path: Path) -> None:
+def write_model(model: PreTrainedModel, path: Path, weights: dict[str, Tensor] | None = None) -> None:
     """Write configuration and weights to an existing directory."""
     model.config.save_pretrained(path)
-    save_model(model, str(path / WEIGHTS), metadata={"format": "pt"})
+    write_weights(model.state_dict() if weights is None else weights, path)
 
 
 def is_complete(path: Path) -> bool:

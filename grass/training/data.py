@@ -23,6 +23,7 @@ class DataConfig:
         batch_size: sequences per batch.
         seq_len: predicted tokens per sequence.
         seed: of the order of blocks (files only; a stream keeps its own order).
+        shard: which of how many equal parts to read: a process's rank and the number of processes.
         eval_blocks: held-out sequences to evaluate on, at most.
         tokenizer: name or path for ``AutoTokenizer``; ``None`` means bytes.
         text_files: glob patterns of text files; 5% of the files are held out, unless there are ``eval_files``.
@@ -38,6 +39,7 @@ class DataConfig:
     batch_size: int = 8
     seq_len: int = 256
     seed: int = 0
+    shard: tuple[int, int] = (0, 1)
     eval_blocks: int = 64
     tokenizer: str | None = None
     text_files: Sequence[str] = ()
@@ -100,17 +102,21 @@ class PackedBatches:
     """Batches of blocks cut from tokens in memory: batch ``k`` is a pure function of the seed and ``k``.
 
     Block ``i`` is ``tokens[i * seq_len : (i + 1) * seq_len + 1]``: each token is predicted once per epoch. Every epoch
-    has its own permutation of the blocks, and batches run on across the border of two epochs.
+    has its own permutation of the blocks, and batches run on across the border of two epochs. With
+    ``shard=(rank, size)``, every ``size``-th batch is served, from batch ``rank`` on.
 
     Raises:
         ValueError: there is not one whole block.
     """
 
-    def __init__(self, tokens: Tensor, *, batch_size: int, seq_len: int, seed: int) -> None:
+    def __init__(
+        self, tokens: Tensor, *, batch_size: int, seq_len: int, seed: int, shard: tuple[int, int] = (0, 1)
+    ) -> None:
         self.blocks = packed_blocks(tokens, seq_len)
         self.batch_size = batch_size
         self.seq_len = seq_len
         self.seed = seed
+        self.shard = shard
         self.position = 0
 
     def batch(self, k: int) -> Tensor:
@@ -122,12 +128,13 @@ class PackedBatches:
         return self.blocks[chosen].long()
 
     def __next__(self) -> Tensor:
-        batch = self.batch(self.position)
+        rank, size = self.shard
+        batch = self.batch(self.position * size + rank)
         self.position += 1
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The index of the next batch."""
+        """The number of batches served."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -169,7 +176,9 @@ def _packed_data(
     train: Sequence[Document], held_out: Sequence[Document], tokenizer: Tokenizer, config: DataConfig
 ) -> Data:
     tokens = encode_all(tokenizer, (document.text for document in train))
-    batches = PackedBatches(tokens, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed)
+    batches = PackedBatches(
+        tokens, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed, shard=config.shard
+    )
     eval_tokens = encode_all(tokenizer, (document.text for document in held_out))
     eval_blocks = packed_blocks(eval_tokens, config.seq_len)
     evenly = torch.linspace(0, len(eval_blocks) - 1, min(config.eval_blocks, len(eval_blocks))).long()

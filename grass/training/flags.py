@@ -40,9 +40,22 @@ def add_optimizer_flags(add: AddFlag) -> None:
     )
     add("--state-policy", choices=("reset", "keep", "bank"), default="reset", help="grass: moments at a refresh")
     add("--compact", action="store_true", help="grass: never form full gradients; dim auto is then 1")
+    add("--moment-dtype", choices=("float32", "bfloat16", "8bit"), default="float32", help="grass: of selected rows")
+    add("--bank-dtype", choices=("float32", "bfloat16"), default="float32", help="grass: of the bank")
+    add("--stochastic-rounding", action="store_true", help="grass: of updates to half-precision weights")
+    add("--active-dtype", choices=("float32", "bfloat16"), help="--compact: of active rows; default: the weights'")
+    add("--weights", choices=("int8",), help="--compact: precision of frozen weights; default: --dtype")
     add("--warmup-after-refresh", type=int, default=0, help="grass: steps of warm-up after a refresh")
 
 
 def number(text: str) -> int | float:
     """An integer, or with a point or an exponent a float."""
     return float(text) if set(text) & set(".e") else int(text)
+
+
+def split_and_path(text: str) -> tuple[str, str]:
+    """``SPLIT=GLOB`` as a pair."""
+    split, equals, path = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be SPLIT=GLOB, such as train=a.jsonl")
+    return split, path

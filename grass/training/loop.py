@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from tqdm import tqdm
@@ -18,7 +20,15 @@ from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_w
 from grass.memory import StateBytes, state_bytes
 from grass.training.checkpoint import CheckpointStore
 from grass.training.data import Data
-from grass.training.metrics import Clock, MetricsLog, gradient_bytes
+from grass.training.metrics import Clock, MetricsLog, NoLog, gradient_bytes
+from grass.training.processes import (
+    Processes,
+    data_parallel,
+    load_optimizer_state,
+    synchronised,
+    whole_optimizer_state,
+    whole_weights,
+)
 from grass.training.signals import GracefulStop
 
 SHOWN = ("loss", "eval_loss", "tokens_per_second")
@@ -85,12 +95,13 @@ class Trainer:
     """Trains a model, one object per run.
 
     Args:
-        model: on its device, in its dtype.
+        model: on its device, in its dtype; of several processes each holds a replica, or its shards.
         optimizer: over the model's parameters.
         data: batches and held-out blocks.
         config: the loop's settings.
         checkpoints: where to save; ``None`` saves nothing.
         settings: plain values saved with each checkpoint; :meth:`resume` refuses one with other values.
+        processes: those that train the model.
     """
 
     model: PreTrainedModel
@@ -99,24 +110,41 @@ class Trainer:
     config: TrainConfig
     checkpoints: CheckpointStore | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    processes: Processes = field(default_factory=Processes)
     step: int = field(default=0, init=False)
     saved_step: int | None = field(default=None, init=False)
     eval_loss: float = field(default=float("nan"), init=False)
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
-        self.tokens_per_step = self.config.accumulate * self.data.train.batch_size * self.data.train.seq_len
+        self.parallel = data_parallel(self.model, self.optimizer, self.processes)
+        sequences = self.config.accumulate * self.data.train.batch_size * self.processes.size
+        self.tokens_per_step = sequences * self.data.train.seq_len
+        self.settings = {**self.settings, "processes": self.processes.size}
         self.scheduler = get_cosine_with_min_lr_schedule_with_warmup(
             self.optimizer, self.config.warmup, self.config.steps, min_lr_rate=0.1
         )
 
     def run(self) -> Result:
-        """Train to the last step, or to the end of the step in which SIGTERM or SIGINT arrives; save either way."""
-        log = MetricsLog(self.config.out, self.step)
-        bar = tqdm(total=self.config.steps, initial=self.step, unit="step", dynamic_ncols=True, mininterval=0.5)
+        """Train to the last step, or to the end of the step in which SIGTERM or SIGINT arrives; save either way.
+
+        Several processes agree to stop at the next logged step.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; seen at logged steps and before a checkpoint, on every rank.
+        """
+        log = MetricsLog(self.config.out, self.step) if self.processes.is_main else NoLog()
+        bar = tqdm(
+            total=self.config.steps,
+            initial=self.step,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.5,
+            disable=not self.processes.is_main,
+        )
         clock = Clock()
         with closing(log), bar, GracefulStop() as stop:
-            while self.step < self.config.steps and not stop.requested:
+            while self.step < self.config.steps and not self._stopping(stop):
                 row = self._logged_step(clock)
                 if self._due(self.config.eval_every):
                     row["eval_loss"] = self.eval_loss = self.evaluate()
@@ -131,6 +159,11 @@ class Trainer:
         rate = clock.steps * self.tokens_per_step / clock.seconds if clock.steps else 0.0
         return Result(self.step, self.eval_loss, rate, state_bytes(self.optimizer), gradient_bytes(self.model))
 
+    def _stopping(self, stop: GracefulStop) -> bool:
+        if self.processes.size == 1:
+            return stop.requested
+        return self._due(self.config.log_every) and self.processes.any(stop.requested)
+
     def _due(self, interval: int) -> bool:
         return self.step == self.config.steps or (interval > 0 and self.step % interval == 0)
 
@@ -139,9 +172,11 @@ class Trainer:
         learning_rate = self.scheduler.get_last_lr()[0]
         with clock:
             loss, norm = self.train_step()
-            if not self._due(self.config.log_every):
+            if not (self._due(self.config.log_every) or self._due(self.config.save_every)):
                 return {}
-            row = {"loss": loss.item(), "grad_norm": norm.item(), "lr": learning_rate}
+            row = {"loss": self._mean(loss), "grad_norm": norm.item(), "lr": learning_rate}
+        if not math.isfinite(row["grad_norm"]):
+            raise FloatingPointError(f"The gradient's norm is {row['grad_norm']} in step {self.step}")
         return {**row, "tokens_per_second": self.tokens_per_step / clock.lap()}
 
     def train_step(self) -> tuple[Tensor, Tensor]:
@@ -149,9 +184,10 @@ class Trainer:
         self.model.train()
         self.optimizer.zero_grad()
         losses = []
-        for _ in range(self.config.accumulate):
-            loss = self._loss(next(self.data.train)) / self.config.accumulate
-            loss.backward()  # type: ignore[no-untyped-call]
+        for i in range(self.config.accumulate):
+            with synchronised(self.parallel, i + 1 == self.config.accumulate):
+                loss = self._loss(next(self.data.train)) / self.config.accumulate
+                loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if self.config.clip:
@@ -159,38 +195,50 @@ class Trainer:
         self.optimizer.step()
         self.scheduler.step()
         self.step += 1
-        return torch.stack(losses).sum(), norm
+        return torch.stack(losses).sum(), norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _loss(self, batch: Tensor) -> Tensor:
+    def _mean(self, loss: Tensor) -> float:
+        """The mean over the processes."""
+        return self.processes.sum(loss).item() / self.processes.size
+
+    def _loss(self, batch: Tensor, model: nn.Module | None = None) -> Tensor:
         """Mean cross-entropy of the next token, in float32."""
         batch = batch.to(self.device, non_blocking=True)
         inputs, targets = batch[:, :-1], batch[:, 1:].contiguous()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.autocast):
-            loss: Tensor = self.model(input_ids=inputs, labels=targets, shift_labels=targets).loss
+            loss: Tensor = (model or self.parallel)(input_ids=inputs, labels=targets, shift_labels=targets).loss
         return loss
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss on the held-out blocks."""
+        """Mean loss on the held-out blocks, each evaluated by one of the processes."""
         self.model.train(False)
-        blocks = self.data.eval_blocks
-        losses = [self._loss(batch) * len(batch) for batch in torch.split(blocks, self.data.train.batch_size)]
-        return torch.stack(losses).sum().item() / len(blocks)
+        batches = torch.split(self.data.eval_blocks, self.data.train.batch_size)
+        total = torch.zeros((), device=self.device)
+        for first in range(0, len(batches), self.processes.size):  # sharded models need every process in each forward
+            mine = first + self.processes.rank
+            batch = batches[min(mine, len(batches) - 1)]
+            total += self._loss(batch, self.model) * (len(batch) if mine < len(batches) else 0)
+        return self.processes.sum(total).item() / len(self.data.eval_blocks)
 
     def save(self) -> None:
         """Write a checkpoint, if the run has a place for them."""
         if self.checkpoints is not None:
+            weights, optimizer = whole_weights(self.model), whole_optimizer_state(self.model, self.optimizer)
+            positions = self.processes.gather((self.data.train.state_dict(), torch.get_rng_state()))
             state = {
                 "step": self.step,
                 "eval_loss": self.eval_loss,
-                "optimizer": self.optimizer.state_dict(),
+                "optimizer": optimizer,
                 "scheduler": self.scheduler.state_dict(),
-                "data": self.data.train.state_dict(),
-                "rng": torch.get_rng_state(),
+                "data": [data for data, _ in positions],
+                "rng": [rng for _, rng in positions],
                 "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
                 "settings": dict(self.settings),
             }
-            self.checkpoints.save(self.step, self.model, state)
+            if self.processes.is_main:
+                self.checkpoints.save(self.step, self.model, state, weights)
+            self.processes.any(False)  # nobody goes on, or exits, before it is written
         self.saved_step = self.step
 
     def resume(self) -> bool:
@@ -209,9 +257,9 @@ class Trainer:
             raise ValueError(f"{path} was made with {changed}, not with {given}")
         self.step = self.saved_step = state["step"]
         self.eval_loss = state["eval_loss"]
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer_state(self.model, self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
-        self.data.train.load_state_dict(state["data"])
-        torch.set_rng_state(state["rng"])
+        self.data.train.load_state_dict(state["data"][self.processes.rank])
+        torch.set_rng_state(state["rng"][self.processes.rank])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
         return True

@@ -1,8 +1,10 @@
-"""What :func:`grass.memory.estimate_llama` claims, measured: torch's memory tracker on fake tensors of full size."""
+"""What :func:`grass.memory.plan` claims, measured: torch's memory tracker on fake tensors of full size."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,72 +12,123 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.nn import functional as F
+from torch.optim import AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, LlamaConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
 import grass
-from grass.training.models import build_llama
+from grass.layers import CompactLayer
+from grass.memory import Setting
+from grass.precision import BLOCK
+from grass.training.chunked_loss import chunk_loss
+from grass.training.models import enable_checkpointing
 
 
 class TrackedMemory(NamedTuple):
-    """Bytes by torch's ``MemTracker``, at the moments named in :func:`track_compact_llama`."""
+    """Bytes by torch's ``MemTracker``: the largest of each category, as :class:`grass.memory.Plan` names them."""
 
-    parameters: int
+    weights_and_active_rows: int
     gradients: int
-    state: int
+    moments: int
     activations: int
     peak: int
 
 
-def track_compact_llama(
-    config: LlamaConfig,
-    *,
-    rank: int,
-    dim: int = 1,
-    batch_size: int = 1,
-    seq_len: int = 2048,
-    dtype: torch.dtype = torch.bfloat16,
-    active_dtype: torch.dtype = torch.float32,
-) -> TrackedMemory:
-    """Run two training steps of a converted LLaMA on fake tensors, which have sizes but no contents.
+def track(method: str, config: PretrainedConfig, setting: Setting, *, refresh: bool = False) -> TrackedMemory:
+    """One training step on fake tensors, which have sizes but no contents, after one that made the optimizer's state.
 
-    Gradients are read after backward, activations after forward, the rest over both steps. Arguments as in
-    :func:`grass.memory.estimate_llama`.
+    Args:
+        method: one of :data:`BUILDERS`.
+        config: of a causal language model.
+        setting: how to train it.
+        refresh: have the step gather the sketch of a refresh.
+
+    A step that selects rows, or moments that are rounded, would take contents: then it ends with backward.
     """
     AttentionInterface.register("causal_sdpa", _causal_attention)
     config._attn_implementation = "causal_sdpa"
     with FakeTensorMode():
-        model = build_llama(config, dtype=dtype)
-        grass.compact(model, rank=rank, dim=dim, dtype=active_dtype)
-        optimizer = grass.GrassAdamW(model)
-        ids = torch.zeros(batch_size, seq_len, dtype=torch.long)
-        tracker = MemTracker()
-        tracker.track_external(model, optimizer)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=setting.dtype)  # type: ignore[no-untyped-call]
+        optimizer = BUILDERS[method](model, setting, 2 if refresh else 200)
+        model.train()
+        if setting.checkpointing:
+            enable_checkpointing(model)
+        if setting.chunk_tokens:
+            chunk_loss(model, setting.chunk_tokens)
+        _make_state(optimizer, setting.moments)
+        ids = torch.zeros(setting.batch_size, setting.seq_len, dtype=torch.long)
+        tracker = _WholeModelTracker()
+        sketches = [t for m in model.modules() if isinstance(m, CompactLayer) for t in (m.sketch, m.signs)]
+        tracker.track_external(model, optimizer, *(t for t in sketches if t is not None))
         _skip_frozen(tracker, model)
         with tracker:
-            for _ in range(2):
-                tracker.reset_mod_stats()
-                loss = model(input_ids=ids, labels=ids).loss
-                forward = _snapshot(tracker, "current")
-                loss.backward()
-                backward = _snapshot(tracker, "current")
+            loss = model(input_ids=ids, labels=ids, shift_labels=ids).loss
+            forward = _snapshot(tracker, "current")
+            loss.backward()
+            backward = _snapshot(tracker, "current")
+            if not refresh and setting.moments == "float32":
                 optimizer.step()
-                optimizer.zero_grad()
         peak = _snapshot(tracker, "peak")
     return TrackedMemory(
-        parameters=peak[_MemRefType.PARAM],
+        weights_and_active_rows=peak[_MemRefType.PARAM] + peak[_MemRefType.BUFFER],
         gradients=backward[_MemRefType.GRAD],
-        state=peak[_MemRefType.OPT],
+        moments=peak[_MemRefType.OPT],
         activations=forward[_MemRefType.ACT],
         peak=peak["Total"],
     )
+
+
+def _adamw(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
+    return AdamW(model.parameters(), fused=True)
+
+
+def _grass(model: nn.Module, setting: Setting, interval: int, weights: str | None = None) -> Optimizer:
+    grass.compact(model, rank=setting.rank, dim=setting.dim, dtype=setting.active_dtype, weights=weights)
+    return grass.GrassAdamW(model, state_policy=setting.policy, update_interval=interval)
+
+
+BUILDERS: dict[str, Callable[[nn.Module, Setting, int], Optimizer]] = {
+    "AdamW": _adamw,
+    "Grass": _grass,
+    "Grass int8": partial(_grass, weights="int8"),
+}
+"""Those of :data:`grass.memory.METHODS` that run on fake tensors."""
+
+
+class _WholeModelTracker(MemTracker):  # type: ignore[no-untyped-call]
+    """Keeps the whole model's peak and not each module's, which takes time quadratic in the number of layers."""
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        modules, self.memory_tracking = self.memory_tracking, _NONE
+        super()._update_peak_stats(peak_state)
+        self.memory_tracking = modules
+
+
+_NONE: Any = {}
+
+
+def _make_state(optimizer: Optimizer, moments: str) -> None:
+    """One step with zero gradients; the moments of selected rows are then stored as :mod:`grass.precision` does."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}[moments]
+    for state in optimizer.state.values():
+        if "indices" in state:
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.empty_like(state[name], dtype=dtype)
+                if moments == "8bit":
+                    state[f"{name}_scale"] = torch.empty(-(-state[name].numel() // BLOCK))
 
 
 def _causal_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float | None = None, **_: Any
 ) -> tuple[Tensor, None]:
     """Scaled-dot-product attention as transformers runs it without padding; on fake tensors it would make a mask."""
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    grouped = key.shape[1] != query.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous(), None
 
 

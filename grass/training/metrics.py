@@ -41,6 +41,16 @@ class Clock:
         return (self.seconds - seconds) / (self.steps - steps)
 
 
+class NoLog:
+    """Logs nothing, for processes that leave it to another."""
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Drop a row."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
 class MetricsLog:
     """Logs rows of :data:`COLUMNS` to ``metrics.csv``, and the same numbers to TensorBoard.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from grass.training.blockwise import Convert, build_blockwise
 from grass.training.chunked_loss import chunk_loss
 
 
@@ -63,6 +64,7 @@ def build_llama(
     device: torch.device | str = "cpu",
     checkpointing: bool = False,
     chunk_tokens: int = 0,
+    convert: Convert | None = None,
 ) -> PreTrainedModel:
     """A ``LlamaForCausalLM`` with random weights, made on ``device`` in ``dtype``: no second copy exists at any time.
 
@@ -75,10 +77,14 @@ def build_llama(
         device: where they are made.
         checkpointing: keep only the inputs of decoder layers for backward, which runs each layer's forward again.
         chunk_tokens: tokens whose logits the loss holds at a time (:mod:`grass.training.chunked_loss`); 0 for all.
+        convert: what to do with each decoder layer before the next one is made (:mod:`grass.training.blockwise`).
     """
     device = torch.device(device)
     with seeded(seed, device), device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        if convert is None:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        else:
+            model = build_blockwise(config, convert, dtype)
     if checkpointing:
         enable_checkpointing(model)
     if chunk_tokens:

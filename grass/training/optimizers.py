@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Adafactor, AdamW, Optimizer
 
@@ -25,6 +26,8 @@ GRASS_OPTIONS = (
     "seed",
     "decay",
     "bank_dtype",
+    "moment_dtype",
+    "stochastic_rounding",
     "refresh",
     "sketch_size",
 )
@@ -55,7 +58,11 @@ class OptimizerConfig:
         bank_dtype: precision of the bank.
         refresh: how compact mode learns the norms, ``"sketch"`` or ``"exact"``.
         sketch_size: columns of the sketch.
+        moment_dtype: precision of the moments of projected weights.
+        stochastic_rounding: of updates to half-precision weights.
         compact: convert the model to compact mode, so that full gradients are never formed; ``dim="auto"`` is 1 there.
+        active_dtype: precision of compact mode's active rows; ``None`` is the weights', float32 above int8.
+        weights: ``"int8"`` holds compact mode's frozen weights in 8 bits.
     """
 
     name: str = "grass"
@@ -76,7 +83,11 @@ class OptimizerConfig:
     bank_dtype: str = "float32"
     refresh: str = "sketch"
     sketch_size: int = 32
+    moment_dtype: str = "float32"
+    stochastic_rounding: bool = False
     compact: bool = False
+    active_dtype: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
@@ -94,6 +105,8 @@ class OptimizerConfig:
                 f"Invalid compact=True with name={self.name}, replacement={self.replacement}: compact mode "
                 "is grass's alone and draws without replacement"
             )
+        if not self.compact and (self.active_dtype or self.weights):
+            raise ValueError(f"active_dtype={self.active_dtype}, weights={self.weights} need compact=True")
 
     @property
     def resumable(self) -> bool:
@@ -107,6 +120,17 @@ class OptimizerConfig:
     def common(self) -> dict[str, Any]:
         """The arguments that every AdamW takes."""
         return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+
+    @property
+    def grass(self) -> dict[str, Any]:
+        """The arguments of :class:`grass.GrassAdamW` beyond these, but for ``rank`` and ``dim``."""
+        options: dict[str, Any] = {name: getattr(self, name) for name in GRASS_OPTIONS}
+        return {**options, "scale": 1.0 if self.scale is None else self.scale}
+
+    @property
+    def grass_dim(self) -> int | str:
+        """``dim``, which compact mode cannot choose weight by weight."""
+        return 1 if self.compact and self.dim == "auto" else self.dim
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
@@ -125,13 +149,23 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     return AdamW(model.named_parameters(), **config.common, fused=fused or None)
 
 
+def convert(module: nn.Module, number: int = 0, *, config: OptimizerConfig) -> None:
+    """Convert a model, or its ``number``-th decoder layer, to compact mode; what is converted stays as it is."""
+    compact(
+        module,
+        rank=config.rank,
+        dim=int(config.grass_dim),
+        dtype=getattr(torch, config.active_dtype) if config.active_dtype else None,
+        weights=config.weights,
+        seed=config.seed + number,
+    )
+
+
 def _grass(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    options: dict[str, Any] = {name: getattr(config, name) for name in GRASS_OPTIONS}
-    options["scale"] = 1.0 if config.scale is None else config.scale
     if not config.compact:
-        return GrassAdamW(param_groups(model, config.rank, dim=config.dim, **options), **config.common)
-    compact(model, rank=config.rank, dim=1 if config.dim == "auto" else int(config.dim), seed=config.seed)
-    return GrassAdamW(model, **config.common, **options)
+        return GrassAdamW(param_groups(model, config.rank, dim=config.grass_dim, **config.grass), **config.common)
+    convert(model, config=config)
+    return GrassAdamW(model, **config.common, **config.grass)
 
 
 def _galore(model: nn.Module, config: OptimizerConfig) -> Optimizer:

@@ -78,8 +78,11 @@ class StreamedBatches:
 
 def stream_data(config: DataConfig, tokenizer: Tokenizer) -> Data:
     """Open the training split of ``config.dataset`` as a stream and read the first evaluation blocks."""
+    from datasets.distributed import split_dataset_by_node
+
+    rank, size = config.shard
     train = StreamedBatches(
-        _open(config, config.split),
+        split_dataset_by_node(_open(config, config.split), rank, size),
         tokenizer,
         batch_size=config.batch_size,
         seq_len=config.seq_len,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import grass
 from grass.layers import CompactLayer
 from tests.integrations.runs import MODES, Build, arguments, assert_same, checkpoint, logged, trainer
 
@@ -18,6 +20,21 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "gradient_checkpointing": {"gradient_checkpointing": True},
     "torch_compile": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "torch_compile, inductor": {"torch_compile": True},
+}
+LONG = {("dense", "torch_compile"), ("compact", "torch_compile, inductor")}
+CASES = [
+    pytest.param(mode, features, id=f"{mode}-{name}", marks=[pytest.mark.slow] if (mode, name) in LONG else [])
+    for mode in MODES
+    for name, features in FEATURES.items()
+    if (mode, name) != ("dense", "torch_compile, inductor")  # nothing of ours would be compiled
+]
+
+
+PREPARED: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "float32 rows": (lambda model: model.bfloat16(), {"dtype": torch.float32}),
+    "converted before": (lambda model: grass.compact(model, rank=4, dim=0), {"rank": None}),
+    "int8": (lambda model: grass.compact(model, rank=4, weights="int8"), {"rank": None}),
 }
 
 
@@ -25,13 +42,13 @@ def run(
     build: Build, path: Path, mode: str, features: dict[str, Any], resume: Path | None = None, seed: int = 0
 ) -> Any:
     torch.compiler.reset()
-    ours = trainer(build(seed=seed), arguments(path, **features), mode)
+    model = build(seed=seed, layers=1 if "torch_compile" in features else 2)  # compiles in half the time
+    ours = trainer(model, arguments(path, **features), mode)
     ours.train(resume_from_checkpoint=str(resume) if resume else None)
     return ours
 
 
-@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "features"), CASES)
 def test_resume(tiny_llama: Build, tmp_path: Path, mode: str, features: dict[str, Any]) -> None:
     whole = run(tiny_llama, tmp_path / "whole", mode, features)
     resumed = run(tiny_llama, tmp_path / "resumed", mode, features, tmp_path / "whole/checkpoint-3", seed=1)
@@ -41,3 +58,15 @@ def test_resume(tiny_llama: Build, tmp_path: Path, mode: str, features: dict[str
     assert len(history[0]) == 6
     compact = any(isinstance(module, CompactLayer) for module in resumed.model.modules())
     assert compact == (mode == "compact")
+
+
+@pytest.mark.parametrize(("prepare", "keywords"), PREPARED.values(), ids=PREPARED)
+def test_resume_in_other_precisions(
+    tiny_llama: Build, tmp_path: Path, prepare: Callable[[Any], Any], keywords: dict[str, Any]
+) -> None:
+    for seed, name in enumerate(("whole", "resumed")):
+        model = tiny_llama(seed=seed)
+        prepare(model)
+        each = trainer(model, arguments(tmp_path / name), "compact", **keywords)
+        each.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-3") if seed else None)
+    assert_same(checkpoint(tmp_path / "resumed", 6), checkpoint(tmp_path / "whole", 6))

@@ -84,7 +84,14 @@ def test_stochastic_rounding_draws_as_the_twin_does(dtype, row_dtype, moment_dty
     for name, implementation, key in [("triton", "triton", 5), ("torch", "torch", 5), ("again", "triton", 6)]:
         tensors = [t.clone() for t in (weight, *moments)]
         own = None if rows is None else rows.clone()
-        options = {"step_size": 1e-3, "shrink": 0.999, "key": make_key(key), "rows": own, **HYPER}
+        options = {
+            "step_size": 1e-3,
+            "shrink": 0.999,
+            "key": make_key(key),
+            "moment_key": make_key(key),
+            "rows": own,
+            **HYPER,
+        }
         run(implementation, compact_adamw_, tensors[0], indices, g, *tensors[1:], ages, **options)
         results[name] = [tensors[0][indices], *tensors[1:]]
         if own is not None:

@@ -77,7 +77,7 @@ def calls():
     """Every operation on small operands."""
     f, i = torch.randn(6, 8, device=DEVICE), torch.tensor([4, 1], device=DEVICE)
     rows, ages = torch.randn(2, 8, device=DEVICE), torch.ones(2, device=DEVICE)
-    adam = (f, i, None, f.clone(), rows, rows.abs(), ages, 0.0, 0.1, 0.9, 0.99, 1e-8, 0.9, False, True, 7)
+    adam = (f, i, None, f.clone(), rows, rows.abs(), ages, 0.0, 0.1, 0.9, 0.99, 1e-8, 0.9, False, True, 7, None)
     return {
         "gather_rows": (torch.empty(2, 8, device=DEVICE), f, i, ages, False),
         "scatter_add_rows": (f, i, rows, ages, -1.0, False),

@@ -75,7 +75,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize(
     "moment",
     [
-        (checkpoint, "save_model"),
+        (checkpoint, "write_weights"),
         (torch, "save"),
         (checkpoint, "_flush"),
         (checkpoint.Path, "write_text"),

@@ -1,0 +1,68 @@
+"""A small GPT-2 on the bytes of Python's standard library, in a plain loop; two lines are Grass's. Needs extra ``hf``.
+
+python examples/nanogpt_style.py --iters 300    # again with more --iters: goes on from its checkpoint
+"""
+
+import argparse
+import math
+import os
+
+import torch
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import grass
+from grass.training.corpus import split_by_file, standard_library
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--iters", type=int, default=300)
+parser.add_argument("--checkpoint", default="nanogpt.pt")
+args = parser.parse_args()
+context, batch, accumulation, clip, eval_interval = 128, 8, 2, 1.0, 100
+peak, floor, warmup, decay_iters = 1e-3, 1e-4, 20, 2000
+device = "cuda" if torch.cuda.is_available() else "cpu"
+texts = ["".join(document.text for document in part).encode() for part in split_by_file(standard_library())]
+training, held_out = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts)
+
+
+def loss_of(text: torch.Tensor, index: int) -> torch.Tensor:
+    starts = torch.randint(len(text) - context, (batch, 1), generator=torch.Generator().manual_seed(index))
+    tokens = text[starts + torch.arange(context + 1)].long().to(device)
+    return F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def learning_rate(iteration: int) -> float:
+    progress = min(1.0, max(0.0, (iteration - warmup) / (decay_iters - warmup)))
+    cosine = floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
+    return cosine * min(1.0, (iteration + 1) / warmup)
+
+
+torch.manual_seed(1337)
+sizes = {"vocab_size": 256, "n_positions": context, "n_embd": 128, "n_layer": 4, "n_head": 4}
+plain = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+model = GPT2LMHeadModel(GPT2Config(**sizes, **plain)).to(device)
+grass.compact(model, rank=0.25)  # the first: a quarter of each matrix trains at a time
+optimizer = grass.GrassAdamW(model, update_interval=10, selection="multinomial_norm", state_policy="bank")  # the second
+start = 0
+if os.path.exists(args.checkpoint):
+    saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    start = saved["iterations"]
+
+for iteration in range(start, args.iters):
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(iteration)
+    for micro in range(accumulation):
+        loss = loss_of(training, iteration * accumulation + micro)
+        (loss / accumulation).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    if (iteration + 1) % eval_interval == 0 or iteration + 1 == args.iters:
+        with torch.no_grad():
+            evaluation = sum(loss_of(held_out, index).item() for index in range(8)) / 8
+        print(f"{iteration + 1}: training loss {loss.item():.4f}, held out {evaluation:.4f}")
+torch.save(
+    {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iterations": args.iters}, args.checkpoint
+)

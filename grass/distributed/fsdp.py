@@ -1,0 +1,50 @@
+"""Compact mode under FSDP2: how ``fully_shard`` is to lay out converted layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from grass.layers import CompactLayer
+
+
+def shard_placement_fn(model: nn.Module) -> Callable[[nn.Parameter], Shard | None]:
+    """What ``fully_shard(..., shard_placement_fn=...)`` takes, such that every refresh and update is local to a rank.
+
+    Weights and active rows are sharded along the dimension that is not selected: ``Shard(0)`` for columns (``dim=1``),
+    ``Shard(1)`` for rows (``dim=0``), whose width must then divide by the number of ranks. All other parameters are
+    left to ``fully_shard``. It calls :func:`store_contiguously`. Call it before the optimizer is built::
+
+        grass.compact(model, rank=128)
+        placement = grass.distributed.shard_placement_fn(model)
+        for block in model.model.layers:
+            fully_shard(block, shard_placement_fn=placement)
+        fully_shard(model, shard_placement_fn=placement)
+        optimizer = grass.GrassAdamW(model, lr=1e-3)
+    """
+    layers = [module for module in model.modules() if isinstance(module, CompactLayer)]
+    store_contiguously(model)
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        for layer in layers:
+            if parameter is layer.active:
+                return Shard(1 - layer.dim)
+            if parameter is layer.weight:
+                return Shard(layer.weight_axis(1 - layer.dim))
+        return None
+
+    return placement
+
+
+def store_contiguously(model: nn.Module) -> None:
+    """Store weights and active rows contiguously, without which ``fully_shard`` refuses them.
+
+    For wrappers that call ``fully_shard`` themselves, such as ``accelerate``; they shard along dimension 0, so convert
+    with ``dim=1``. It costs that the fast write-back by whole rows, nothing else.
+    """
+    for module in model.modules():
+        if isinstance(module, CompactLayer):
+            module.weight.data = module.weight.data.contiguous()
+            module.active.data = module.active.data.contiguous()

@@ -1,0 +1,209 @@
+"""Dense mode under ``DistributedDataParallel``: a communication hook by which only the selected rows travel.
+
+DDP's own all-reduce sends the whole gradient ``(m, n)`` of each weight. With this hook a step sends, per projected
+weight and before the algorithm's own factor,
+
+=================  ==================  ===========================================================================
+step               ``refresh``         elements
+=================  ==================  ===========================================================================
+between refreshes                      ``rn``: the selected rows (``dim=1``: ``mr``, columns)
+of a refresh       ``"full"``          ``mn``: everything, and rows are chosen from exact norms, as in one process
+of a refresh       ``"sketch"``        ``ms + rn``: a Johnson-Lindenstrauss sketch ``G S``, from whose norms the rows
+                                       are chosen, and these rows
+=================  ==================  ===========================================================================
+
+and all of every other parameter. Rows that did not travel are zero afterwards, so that gradient clipping sees the same
+norm on every rank: that of what travelled.
+"""
+
+# No postponed annotations here: DDP compares those of a hook with its own types.
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grass.active import layers_by_parameter, rademacher
+from grass.hyperparameters import as_matrix, is_projected, resolve_dim, resolve_rank
+from grass.moments import moment_dtype
+from grass.optimizer import GrassAdamW
+from grass.projector import Projector
+from grass.refresh import choose, current_projector, refresh_due
+from grass.selection import selection_generator
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+else:
+    from torch.distributed import GradBucket
+
+
+class ReducedAllreduceState:
+    """What :func:`reduced_allreduce_hook` knows: the optimizer, whose selections decide what travels.
+
+    Args:
+        optimizer: in dense mode, over the parameters that DDP wraps.
+        refresh: what travels in the steps that choose rows: ``"full"`` or ``"sketch"`` (of the group's
+            ``sketch_size``).
+
+    Raises:
+        ValueError: ``refresh`` is neither; the ranks' optimizers differ in what decides the selection.
+
+    Example:
+        >>> ddp_model.register_comm_hook(ReducedAllreduceState(optimizer), reduced_allreduce_hook)
+    """
+
+    def __init__(self, optimizer: GrassAdamW, *, refresh: str = "full") -> None:
+        if refresh not in ("full", "sketch"):
+            raise ValueError(f"Invalid {refresh=}: must be 'full' or 'sketch'")
+        self.optimizer, self.refresh = optimizer, refresh
+        optimizer.verify_settings()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The optimizer's."""
+        return self.optimizer.process_group or cast(dist.ProcessGroup, dist.group.WORLD)
+
+    def reduce_(self, tensor: Tensor, async_op: bool = False) -> Any:
+        """Average over the ranks in place, dividing first, as DDP does."""
+        tensor.div_(self.process_group.size())
+        return dist.all_reduce(tensor, group=self.process_group, async_op=async_op)
+
+    def travellers(self, bucket: GradBucket) -> "list[Traveller]":
+        """What of each gradient in the bucket is to travel; communicates where a sketch has to be reduced first."""
+        active, places, index = layers_by_parameter(), {}, 0
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                places[id(p)] = group, index
+                index += 1
+        every = []
+        for p, grad in zip(bucket.parameters(), _gradients(bucket), strict=True):
+            group, index = places.get(id(p), ({"rank": None}, -1))
+            projected = is_projected(p, group) and id(p) not in active
+            every.append(Traveller(p, grad, group, index, self.optimizer.state.get(p, {}), projected))
+        if self.refresh == "sketch":
+            self._decide([item for item in every if item.decides and item.sketch_pays])
+        return every
+
+    def _decide(self, undecided: "list[Traveller]") -> None:
+        """Choose the rows of gradients from sketches, summed over the ranks at once."""
+        if not undecided:
+            return
+        sketches = [item.sketch() for item in undecided]
+        flat = torch.cat([sketch.flatten() for sketch in sketches])
+        self.reduce_(flat)
+        parts = torch.split(flat, [sketch.numel() for sketch in sketches])
+        for item, part, sketch in zip(undecided, parts, sketches, strict=True):
+            norms = torch.linalg.vector_norm(part.view_as(sketch), dim=1)
+            self.optimizer.given_norms[item.parameter] = norms
+            item.decide(norms.cpu())
+
+
+def reduced_allreduce_hook(state: ReducedAllreduceState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average over the ranks what the optimizer will use of a bucket; for ``ddp_model.register_comm_hook``.
+
+    Works with every bucket layout, ``no_sync``, ``gradient_as_bucket_view``, static graphs, unused parameters, and
+    inside torch's ``fp16_compress_wrapper`` and ``bf16_compress_wrapper``. Accumulate under ``no_sync``: with
+    ``refresh="sketch"`` each synchronisation chooses rows and drops what the others have gathered.
+    """
+    buffer, travellers = bucket.buffer(), state.travellers(bucket)
+    whole = all(item.rows is None for item in travellers)
+    flat = buffer if whole else torch.cat([item.take() for item in travellers])
+
+    def unpack(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        values: Tensor = future.value()[0]
+        if not whole:
+            buffer.zero_()
+            for item, part in zip(travellers, torch.split(values, [item.size for item in travellers]), strict=True):
+                item.put(part)
+        return buffer
+
+    reduced: torch.futures.Future[Tensor] = state.reduce_(flat, async_op=True).get_future().then(unpack)
+    return reduced
+
+
+@dataclass
+class Traveller:
+    """One gradient in a bucket, and which rows of it travel.
+
+    Attributes:
+        rows: the rows without their scale, each once; ``None``: all.
+        decides: whether the coming step chooses rows.
+    """
+
+    parameter: Tensor
+    grad: Tensor
+    group: dict[str, Any]
+    index: int
+    state: dict[str, Any]
+    projected: bool
+    rows: Projector | None = None
+
+    def __post_init__(self) -> None:
+        self.decides = self.projected and refresh_due(self.state, self.group)
+        if self.projected and not self.decides:
+            self._travel(current_projector(self.state))
+
+    @property
+    def matrix(self) -> Tensor:
+        """``(m, n)``."""
+        return as_matrix(self.grad)
+
+    @property
+    def size(self) -> int:
+        """How many elements travel."""
+        if self.rows is None:
+            return self.grad.numel()
+        return self.rows.indices.numel() * (self.grad.numel() // self.matrix.shape[self.rows.dim])
+
+    @property
+    def sketch_pays(self) -> bool:
+        """Whether a sketch is smaller than the gradient."""
+        dim = resolve_dim(self.group["dim"], self.matrix)
+        return bool(self.group["sketch_size"] < self.matrix.shape[1 - dim])
+
+    def sketch(self) -> Tensor:
+        """``G S (m, s)``, for columns ``G^T S (n, s)``, float32 or finer; every rank has the same ``S``."""
+        dim = resolve_dim(self.group["dim"], self.matrix)
+        matrix = self.matrix.to(moment_dtype(self.matrix))
+        matrix = matrix if dim == 0 else matrix.t()
+        generator = selection_generator(self.group["seed"], -matrix.shape[1], self.state.get("refreshes", 0))
+        return matrix @ rademacher(matrix.shape[1], self.group["sketch_size"], generator).to(matrix)
+
+    def decide(self, norms: Tensor) -> None:
+        """Have the rows travel that the optimizer will choose from ``norms``."""
+        dim = resolve_dim(self.group["dim"], self.matrix)
+        rank = resolve_rank(self.group["rank"], self.matrix.shape[dim])
+        selection = choose(self.state, norms, rank, self.group, self.index)
+        device = self.grad.device
+        self._travel(Projector.from_selection(selection, dim, device) if selection else current_projector(self.state))
+
+    def take(self) -> Tensor:
+        """What travels, flat."""
+        return self.grad.flatten() if self.rows is None else self.rows.gather(self.matrix).flatten()
+
+    def put(self, values: Tensor) -> None:
+        """Set what travelled."""
+        if self.rows is None:
+            self.grad.copy_(values.view_as(self.grad))
+            return
+        matrix = self.matrix
+        shape = list(matrix.shape)
+        shape[self.rows.dim] = self.rows.indices.numel()
+        self.rows.scatter_(matrix, values.view(shape))
+        if matrix.data_ptr() != self.grad.data_ptr():  # a copy: channels_last
+            self.grad.copy_(matrix.view(self.grad.shape))
+
+    def _travel(self, projector: Projector) -> None:
+        indices = projector.indices if projector.scale is None else torch.unique_consecutive(projector.indices)
+        self.rows = Projector(indices, None, projector.dim)
+
+
+def _gradients(bucket: GradBucket) -> list[Tensor]:
+    """The bucket's gradients with the strides of their parameters, in which DDP lays them out."""
+    views = []
+    for p, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        strides = torch.empty_like(p, device="meta").stride()  # p's own where it is dense
+        views.append(grad if p.is_contiguous() else grad.as_strided(p.shape, strides, grad.storage_offset()))
+    return views

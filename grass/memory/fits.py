@@ -1,0 +1,59 @@
+"""What fits: the largest rank, batch and sequence for which a plan stays within a device's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grass.memory.architecture import Architecture
+from grass.memory.planner import plan
+from grass.memory.setting import Setting
+
+RANK_STEP = 8
+SEQUENCE_STEP = 128
+LARGEST = 2**20
+"""Beyond this batch or sequence nothing is looked for."""
+
+WITHOUT_RANK = ("AdamW", "8-bit AdamW")
+
+
+@dataclass(frozen=True)
+class Largest:
+    """What fits with everything else as it is; ``None`` where nothing does, or where the method has no rank.
+
+    Attributes:
+        rank: a multiple of :data:`RANK_STEP`.
+        batch_size: sequences.
+        seq_len: tokens, a multiple of :data:`SEQUENCE_STEP`.
+    """
+
+    rank: int | None
+    batch_size: int | None
+    seq_len: int | None
+
+
+def largest_that_fit(method: str, model: Architecture, setting: Setting, gpu: int) -> Largest:
+    """The largest rank, batch and sequence, each on its own, with which ``method`` fits ``gpu`` bytes."""
+
+    def fits(**changes: Any) -> bool:
+        return plan(method, model, replace(setting, **changes)).total <= gpu
+
+    ranks = setting.largest_rank(model) // RANK_STEP
+    sequences = (model.window or LARGEST) // SEQUENCE_STEP
+    return Largest(
+        None if method in WITHOUT_RANK else _largest(lambda k: fits(rank=k * RANK_STEP), ranks, RANK_STEP),
+        _largest(lambda k: fits(batch_size=k), LARGEST, 1),
+        _largest(lambda k: fits(seq_len=k * SEQUENCE_STEP), sequences, SEQUENCE_STEP),
+    )
+
+
+def _largest(fits: Callable[[int], bool], end: int, step: int) -> int | None:
+    """``step`` times the largest ``k`` in ``1..end`` that fits, where with one every smaller ``k`` does."""
+    if end < 1 or not fits(1):
+        return None
+    low, high = 1, end + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * step

@@ -1,0 +1,159 @@
+"""What each way of training holds, in bytes, beside what the model's forward saves whoever trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grass.memory.architecture import Architecture, Linear
+from grass.memory.setting import MOMENTS, Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """Bytes; "layer" is one decoder layer.
+
+    Attributes:
+        weights: all of the model's.
+        active_rows: Grass's selected rows and their indices, LoRA's adapters.
+        layer_gradients: of one layer.
+        end_gradients: of embedding, head and last norm.
+        moments: optimizer state on the device.
+        bank: moments in host memory.
+        layer_inputs: what a layer's linear layers save of their inputs.
+        layer_workspace: what a layer's forward and backward need beside activations.
+        step_workspace: what the optimizer's step needs at its largest weight.
+        refresh_inputs: ``layer_inputs`` in steps that gather a sketch.
+        refresh_layer: a layer's sketch matrices in such steps.
+        refresh_layer_gradients: and the sketches themselves, which are gradients.
+    """
+
+    weights: int
+    active_rows: int = 0
+    layer_gradients: int
+    end_gradients: int
+    moments: int
+    bank: int = 0
+    layer_inputs: int
+    layer_workspace: int = 0
+    step_workspace: int = 0
+    refresh_inputs: int = 0
+    refresh_layer: int = 0
+    refresh_layer_gradients: int = 0
+
+
+Method = Callable[[Architecture, Setting], Holdings]
+
+
+def adamw(model: Architecture, setting: Setting) -> Holdings:
+    """``torch.optim.AdamW(fused=True)``: gradients and two moments like the weights."""
+    e = setting.dtype.itemsize
+    return Holdings(
+        weights=model.parameters * e,
+        layer_gradients=(model.layer_matrix + model.vectors) * e,
+        end_gradients=model.ends * e,
+        moments=2 * model.parameters * e,
+        layer_inputs=_whole_inputs(model, setting),
+    )
+
+
+def adamw_8bit(model: Architecture, setting: Setting) -> Holdings:
+    """AdamW with the moments of matrices in 8 bits and a float32 scale per 256 elements (bitsandbytes, torchao)."""
+    full = adamw(model, setting)
+    vectors = model.layers * model.vectors + model.hidden
+    moments = 2 * ((model.parameters - vectors) * MOMENTS["8bit"] + vectors * 4)
+    return Holdings(**{**vars(full), "moments": round(moments)})
+
+
+def lora(model: Architecture, setting: Setting) -> Holdings:
+    """LoRA on every linear layer of the blocks (Hu et al., 2021), as ``peft`` computes it; all else is frozen.
+
+    Adapters ``A (r, n)`` and ``B (m, r)`` in ``active_dtype``; each saves its input, cast to that, and ``x A^T``.
+    """
+    active_e = setting.active_dtype.itemsize
+    adapters = sum(_rank(linear, setting) * (linear.m + linear.n) for linear in model.linears)
+    if setting.active_dtype == setting.dtype:
+        inputs = _whole_inputs(model, setting)
+    else:
+        inputs = setting.tokens * active_e * sum(linear.n for linear in model.linears)
+    inputs += setting.tokens * active_e * sum(_rank(linear, setting) for linear in model.linears)
+    return Holdings(
+        weights=model.parameters * setting.dtype.itemsize,
+        active_rows=model.layers * adapters * active_e,
+        layer_gradients=adapters * active_e,
+        end_gradients=0,
+        moments=round(2 * model.layers * adapters * MOMENTS[setting.moments]),
+        layer_inputs=inputs,
+    )
+
+
+def galore(model: Architecture, setting: Setting) -> Holdings:
+    """GaLore (Zhao et al., 2024) as galore-torch steps it: full gradients, moments ``2 r max(m, n)``, a projection.
+
+    Its workspace is the estimate of a singular value decomposition in float32: input and two orthogonal factors.
+    """
+    e = setting.dtype.itemsize
+    sides = [(min(linear.m, linear.n), max(linear.m, linear.n)) for linear in model.linears]
+    state = sum(setting.rank_of(short) * (short + 2 * long) for short, long in sides)
+    rest = model.layers * model.vectors + model.ends
+    largest = max(linear.m * linear.n for linear in model.linears)
+    full = adamw(model, setting)
+    moments = (model.layers * state + 2 * rest) * e
+    return Holdings(**{**vars(full), "moments": moments, "step_workspace": 3 * 4 * largest})
+
+
+def grass(model: Architecture, setting: Setting) -> Holdings:
+    """``grass.compact(model, rank=..., dim=..., dtype=active_dtype)`` and :class:`grass.GrassAdamW`."""
+    e, active_e, dim, layers = setting.dtype.itemsize, setting.active_dtype.itemsize, setting.dim, model.layers
+    compact = [_rank(linear, setting) * (linear.n if dim == 0 else linear.m) for linear in model.linears]
+    ranks, rows = sum(_rank(linear, setting) for linear in model.linears), sum(compact)
+    dense = layers * model.vectors + model.ends
+    per_index = 8 if setting.policy == "reset" else 12  # the index, and a step count of each row's own
+    whole, selected_inputs = _whole_inputs(model, setting), setting.tokens * ranks * e
+    selectable = sum(linear.m if dim == 0 else linear.n for linear in model.linears)
+    across = sum(linear.n if dim == 0 else linear.m for linear in model.linears)
+    plain_adamw = setting.policy == "reset" and setting.moments == "float32" and setting.active_dtype.itemsize >= 4
+    bank = layers * (2 * model.layer_matrix * setting.bank_dtype.itemsize + 4 * selectable)
+    return Holdings(
+        weights=model.parameters * e,
+        active_rows=layers * (rows * active_e + 8 * ranks),
+        layer_gradients=rows * active_e + model.vectors * e,
+        end_gradients=model.ends * e,
+        moments=round(2 * layers * rows * MOMENTS[setting.moments]) + layers * per_index * ranks + 2 * dense * e,
+        bank=bank if setting.policy == "bank" else 0,
+        layer_inputs=selected_inputs if dim == 1 else whole,
+        step_workspace=0 if plain_adamw else 4 * 4 * max(compact),
+        refresh_inputs=whole,
+        refresh_layer=setting.sketch_size * (4 * selectable + across * e),
+        refresh_layer_gradients=setting.sketch_size * 4 * selectable,
+    )
+
+
+def grass_int8(model: Architecture, setting: Setting) -> Holdings:
+    """Grass with ``weights="int8"``: a float32 scale per row (``dim=0``) or column (``dim=1``), cast layer by layer."""
+    plain, e = grass(model, setting), setting.dtype.itemsize
+    scales = sum(linear.m if setting.dim == 0 else linear.n for linear in model.linears)
+    saved = model.layers * (model.layer_matrix * (e - 1) - 4 * scales)
+    largest = max(linear.m * linear.n for linear in model.linears)
+    return Holdings(**{**vars(plain), "weights": plain.weights - saved, "layer_workspace": largest * e})
+
+
+METHODS: dict[str, Method] = {
+    "AdamW": adamw,
+    "8-bit AdamW": adamw_8bit,
+    "LoRA": lora,
+    "GaLore": galore,
+    "Grass": grass,
+    "Grass int8": grass_int8,
+}
+"""By the name that a table gives them."""
+
+
+def _whole_inputs(model: Architecture, setting: Setting) -> int:
+    """Of linear layers that save their whole inputs, each once, and those that attention saves anyway not at all."""
+    widths = sum(linear.n for linear in model.linears if not linear.shares_input)
+    return setting.tokens * widths * setting.dtype.itemsize
+
+
+def _rank(linear: Linear, setting: Setting) -> int:
+    return setting.rank_of(linear.m if setting.dim == 0 else linear.n)

@@ -1,0 +1,83 @@
+"""How a model would be trained: everything beside its shape that decides its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from grass.hyperparameters import check_value, resolve_rank
+from grass.memory.architecture import Architecture
+
+MOMENTS = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
+"""Bytes per element of Adam's moments of selected rows (:mod:`grass.precision`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A training run.
+
+    Attributes:
+        rank: rows or columns per weight, a number or a fraction; of LoRA and GaLore too.
+        dim: Grass selects rows (0) or columns (1).
+        policy: Grass's moments at a refresh: ``"reset"``, ``"keep"`` or ``"bank"``.
+        moments: precision of Grass's and LoRA's moments, one of :data:`MOMENTS`.
+        bank_dtype: precision of the bank in host memory.
+        dtype: of the weights, of arithmetic, and of what AdamW and GaLore hold.
+        active_dtype: of Grass's active rows and of LoRA's adapters.
+        batch_size: sequences per forward.
+        seq_len: tokens per sequence.
+        checkpointing: keep decoder layers' inputs alone and run each layer's forward again in backward.
+        chunk_tokens: tokens whose logits the loss holds at a time; 0 for all.
+        sketch_size: columns of the sketch from which Grass chooses rows.
+        slack: allocator slack: what rounding and fragmentation add to the peak, as a fraction of it.
+    """
+
+    rank: int | float = 256
+    dim: int = 1
+    policy: str = "reset"
+    moments: str = "float32"
+    bank_dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.bfloat16
+    active_dtype: torch.dtype = torch.float32
+    batch_size: int = 1
+    seq_len: int = 2048
+    checkpointing: bool = True
+    chunk_tokens: int = 256
+    sketch_size: int = 32
+    slack: float = 0.02
+
+    def __post_init__(self) -> None:
+        check_value("rank", self.rank)
+        check_value("state_policy", self.policy)
+        if self.rank is None or self.dim not in (0, 1):
+            raise ValueError(f"Invalid rank={self.rank} or dim={self.dim!r}: must be a rank, and 0 or 1")
+        if self.moments not in MOMENTS:
+            raise ValueError(f"Invalid moments={self.moments!r}: must be one of {', '.join(MOMENTS)}")
+        for name, least in (("batch_size", 1), ("seq_len", 1), ("chunk_tokens", 0), ("slack", 0), ("sketch_size", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"Invalid {name}={getattr(self, name)}: must be >= {least}")
+
+    def check(self, model: Architecture) -> None:
+        """Raise ``ValueError`` where the model cannot be trained, or planned for, in this way."""
+        largest = self.largest_rank(model)
+        if isinstance(self.rank, int) and self.rank > largest:
+            raise ValueError(f"Invalid rank={self.rank}: must be at most {largest} for this model and dim={self.dim}")
+        if model.window is not None and self.seq_len > model.window:
+            raise ValueError(
+                f"Invalid seq_len={self.seq_len}: beyond the sliding window of {model.window} tokens attention takes a "
+                "mask of seq_len^2 elements, which has no plan"
+            )
+
+    def largest_rank(self, model: Architecture) -> int:
+        """The rank that the narrowest of the model's linear layers allows."""
+        return min(linear.m if self.dim == 0 else linear.n for linear in model.linears)
+
+    def rank_of(self, size: int) -> int:
+        """Rows of a dimension of this size."""
+        return resolve_rank(self.rank, size)
+
+    @property
+    def tokens(self) -> int:
+        """In a batch."""
+        return self.batch_size * self.seq_len

@@ -1,0 +1,30 @@
+"""Sizes of memory in words: ``40GB`` is 40 * 10^9 bytes, ``40GiB`` 40 * 2^30."""
+
+from __future__ import annotations
+
+import re
+
+UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
+"""A GPU sold as 40 GB has about 42.5 * 10^9 bytes: what fits ``40GB`` fits it with room for the CUDA context."""
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as ``40GB``, ``22.5GiB`` or ``500 MB``.
+
+    Raises:
+        ValueError: there is no unit, another unit, or no positive number.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in UNITS:
+        raise ValueError(
+            f"Invalid size {text!r}: must be a number with one of the units {', '.join(UNITS)}, as in 40GB"
+        )
+    size = round(float(match[1]) * UNITS[match[2]])
+    if size == 0:
+        raise ValueError(f"Invalid size {text!r}: must be > 0")
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """Bytes in GB (10^9)."""
+    return f"{size / 10**9:,.2f} GB"

@@ -1,0 +1,93 @@
+"""The processes that train one model together: what they have to agree on, and how they do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def checksum(rows: Tensor) -> int:
+    """64 bits that differ for different row indices."""
+    digest = hashlib.blake2b(rows.cpu().numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process group, ``None`` where a process trains alone and all of this does nothing."""
+
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Ranks:
+        """The given group; without one, all processes there are."""
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(None)
+        group = group or dist.group.WORLD
+        return cls(group if group is not None and group.size() > 1 else None)
+
+    def mean_(self, tensors: list[Tensor]) -> None:
+        """Replace tensors of one dtype by their mean over the ranks, in one all-reduce for all of them."""
+        if self.group is None or not tensors:
+            return
+        flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(self.group.size())
+        dist.all_reduce(flat, group=self.group)
+        for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether the flag is set on any rank."""
+        if self.group is None:
+            return flag
+        value = torch.tensor(int(flag), device=device)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
+        return bool(value)
+
+    def verify_selection(self, chosen: list[Tensor]) -> None:
+        """Compare a checksum of the rows chosen in this step, 8 bytes per rank.
+
+        Raises:
+            RuntimeError: on every rank, naming those whose rows differ from the majority's.
+        """
+        if self.group is None or not chosen:
+            return
+        rows = torch.cat(chosen)
+        own = torch.tensor([checksum(rows)], device=rows.device)
+        every = [torch.empty_like(own) for _ in range(self.group.size())]
+        dist.all_gather(every, own, group=self.group)
+        digests = [int(one) for one in every]
+        majority = Counter(digests).most_common(1)[0][0]
+        differing = [rank for rank, one in enumerate(digests) if one != majority]
+        if differing:
+            raise RuntimeError(
+                f"Ranks {differing} have selected other rows than the {len(digests) - len(differing)} other ranks: "
+                "their weights, gradients or seeds differ"
+            )
+
+    def verify_settings(self, own: Mapping[str, Any]) -> None:
+        """Compare what every rank must have alike: plain values by name.
+
+        Raises:
+            ValueError: on every rank, naming the first value that differs and the ranks that have each.
+        """
+        if self.group is None:
+            return
+        every: list[Mapping[str, Any]] = [{}] * self.group.size()
+        dist.all_gather_object(every, own, group=self.group)
+        for name in {name: None for settings in every for name in settings}:
+            ranks: dict[str, list[int]] = {}
+            for rank, settings in enumerate(every):
+                ranks.setdefault(repr(settings.get(name, "nothing")), []).append(rank)
+            if len(ranks) > 1:
+                found = "; ".join(f"{value} on ranks {holders}" for value, holders in ranks.items())
+                raise ValueError(
+                    f"The ranks differ in {name}: {found}. If they do not train one model together, set "
+                    "optimizer.process_group to the ranks that do"
+                )

@@ -1,0 +1,81 @@
+"""Weights and state of which each rank holds a part: ``DTensor`` in parameters and checkpoints, local tensors within.
+
+FSDP2 and tensor parallelism shard a weight along one dimension. Grass wants it to be the one along which it does not
+select: every rank then has its part of every row (``dim=1``: column), updates those selected where they are, and only
+the squared norms are summed over the shards at a refresh.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grass import kernels
+
+SHARDED_KEYS = ("exp_avg", "exp_avg_sq", "bank_exp_avg", "bank_exp_avg_sq")
+"""State that is laid out over the ranks as its weight is; the rest is the same on all."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part: of a ``DTensor`` the shard, of any other tensor all of it."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def aligned_grad(parameter: Tensor) -> Tensor:
+    """The gradient, placed over the ranks as the parameter is."""
+    grad, placements = parameter.grad, getattr(parameter, "placements", None)
+    assert grad is not None
+    if placements is None or grad.placements == placements:  # type: ignore[attr-defined]
+        return grad
+    aligned: Tensor = grad.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return aligned
+
+
+def check_shards(tensor: Tensor, selected: int, name: str) -> None:
+    """See that a tensor is not sharded along its dimension ``selected``, nor otherwise divided.
+
+    Raises:
+        ValueError: it is.
+    """
+    placements = getattr(tensor, "placements", ())
+    if not all(p.is_replicate() or (p.is_shard() and not p.is_shard(selected)) for p in placements):
+        raise ValueError(
+            f"{name} of shape {tuple(tensor.shape)} is placed as {placements}, but Grass selects along dimension "
+            f"{selected}: choose the other dim=, or for FSDP2 pass "
+            "shard_placement_fn=grass.distributed.shard_placement_fn(model) to fully_shard"
+        )
+
+
+def row_norms(grad: Tensor, dim: int) -> Tensor:
+    """Norms of the rows (``dim=1``: columns) of a gradient ``(m, n)``, whole on every rank."""
+    norms: Tensor = kernels.row_norms(local(grad), dim)
+    for mesh_dim, placement in enumerate(getattr(grad, "placements", ())):
+        if placement.is_shard():
+            squares = norms.square()
+            dist.all_reduce(squares, group=grad.device_mesh.get_group(mesh_dim))  # type: ignore[attr-defined]
+            norms = squares.sqrt()
+    return norms
+
+
+def assembled(state: dict[str, Any], like: Tensor, weight_shape: tuple[int, ...]) -> dict[str, Any]:
+    """State of a weight ``(m, n)`` with its sharded tensors as ``DTensor`` of the whole, placed as ``like`` is."""
+    from torch.distributed.tensor import DTensor
+
+    rows = list(weight_shape)
+    rows[state["dim"]] = state["indices"].numel()
+    whole = dict(state)
+    for key in SHARDED_KEYS & state.keys():
+        shape = torch.Size(weight_shape if key.startswith("bank") else rows)
+        whole[key] = DTensor.from_local(
+            state[key].contiguous(),
+            like.device_mesh,  # type: ignore[attr-defined]
+            like.placements,  # type: ignore[attr-defined]
+            run_check=False,
+            shape=shape,
+            stride=(shape[1], 1),
+        )
+    return whole

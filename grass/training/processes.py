@@ -1,0 +1,142 @@
+"""Training on several processes, as ``torchrun`` starts them: by DDP or FSDP2."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from grass import GrassAdamW
+from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook, shard_placement_fn
+
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run; by default one, for which all of this does nothing.
+
+    Attributes:
+        rank: of this process.
+        size: how many there are.
+        device: of this process.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process logs and saves."""
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over all processes."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process."""
+        return flag if self.size == 1 else bool(self.sum(torch.tensor(int(flag), device=self.device)))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, by rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+
+@contextmanager
+def launched_processes(device: str) -> Iterator[Processes]:
+    """Join the processes of ``torchrun``, one GPU each where there are GPUs; without it, a process alone.
+
+    A process group that is there already is used as it is.
+
+    Args:
+        device: ``"auto"`` or a device's name; with several processes ``"cuda"`` means one GPU each.
+    """
+    name = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if dist.is_initialized():
+        yield Processes(dist.get_rank(), dist.get_world_size(), torch.device(name))
+        return
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if size == 1:
+        yield Processes(device=torch.device(name))
+        return
+    if name == "cuda":
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(name)
+    dist.init_process_group("nccl" if name.startswith("cuda") else "gloo")
+    try:
+        yield Processes(dist.get_rank(), size, torch.device(name))
+    finally:
+        dist.destroy_process_group()
+
+
+def shard_blocks(model: nn.Module) -> None:
+    """``fully_shard`` every block of the model's longest ``ModuleList``, then the rest, as Grass needs it."""
+    placement = shard_placement_fn(model)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for block in max(lists, key=len, default=()):
+        fully_shard(block, shard_placement_fn=placement)
+    fully_shard(model, shard_placement_fn=placement)
+
+
+def data_parallel(model: nn.Module, optimizer: Optimizer, processes: Processes) -> nn.Module:
+    """The module to call: the model itself where it is alone or sharded, else DDP around it.
+
+    Dense Grass gets the reduced all-reduce.
+    """
+    if processes.size == 1 or isinstance(model, FSDPModule):
+        return model
+    ids = [processes.device.index] if processes.device.type == "cuda" else None
+    ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    if isinstance(optimizer, GrassAdamW):
+        ddp.register_comm_hook(ReducedAllreduceState(optimizer), reduced_allreduce_hook)
+    return ddp
+
+
+def synchronised(model: nn.Module, now: bool) -> AbstractContextManager[None]:
+    """Whether backward exchanges gradients: in the last batch of a step alone."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+    elif isinstance(model, DistributedDataParallel) and not now:
+        return model.no_sync()
+    return nullcontext()
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:
+    """A sharded model's ``state_dict``, gathered, which every process has to ask for; ``None`` where it is whole."""
+    if not isinstance(model, FSDPModule):
+        return None
+    weights: dict[str, Any] = dcp.get_model_state_dict(model, options=WHOLE)
+    return weights
+
+
+def whole_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's ``state_dict``, gathered likewise."""
+    if isinstance(model, FSDPModule):
+        return dict(dcp.get_optimizer_state_dict(model, optimizer, options=WHOLE))
+    return optimizer.state_dict()
+
+
+def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load :func:`whole_optimizer_state`, each process its part."""
+    if isinstance(model, FSDPModule):
+        dcp.set_optimizer_state_dict(model, optimizer, state, options=dcp.StateDictOptions(full_state_dict=True))
+    else:
+        optimizer.load_state_dict(state)

@@ -1,0 +1,118 @@
+"""Static reports from the CSVs of runs: one plot per measure, one table, no network and no scripts."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Runs = Mapping[str, pd.DataFrame]
+"""Logs by the name of the run, indexed by ``step``."""
+
+SKIPPED = frozenset({"tokens", "epoch", "total_flos"})
+"""Columns that only count on."""
+LOWER_IS_BETTER = ("loss", "perplexity")
+
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}img{width:100%}"
+    "table{border-collapse:collapse}th,td{padding:.3rem .8rem;text-align:right;border-bottom:1px solid #ddd}"
+)
+
+
+def read_run(path: Path) -> pd.DataFrame:
+    """The log of a run: a CSV file, or the ``metrics.csv`` in a directory.
+
+    Raises:
+        ValueError: there is none, or it has no column ``step`` or no row.
+    """
+    file = path / "metrics.csv" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"No log at {file}")
+    log = pd.read_csv(file)
+    if "step" not in log or log.empty:
+        raise ValueError(f"{file} has no column 'step' or no row; columns: {', '.join(log.columns)}")
+    return log.set_index("step")
+
+
+def measures(runs: Runs) -> list[str]:
+    """Columns worth a plot: of numbers, with two or more values in some run."""
+    found: dict[str, None] = {}
+    for log in runs.values():
+        for name, column in log.select_dtypes("number").items():
+            if name not in SKIPPED and column.notna().sum() > 1:
+                found.setdefault(str(name))
+    return list(found)
+
+
+def summary(runs: Runs) -> pd.DataFrame:
+    """A row per run: the last step, the last value of every measure, and the best of those evaluated more than once."""
+    rows: dict[str, dict[str, float]] = {}
+    for run, log in runs.items():
+        rows[run] = {"steps": log.index[-1]}
+        for name in measures(runs):
+            values = log[name].dropna() if name in log else pd.Series(dtype=float)
+            if values.empty:
+                continue
+            rows[run][name] = values.iloc[-1]
+            if name.startswith("eval_") and any(key in name for key in LOWER_IS_BETTER):
+                rows[run][f"best {name}"] = values.min()
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def plot(runs: Runs, smooth: float) -> Figure:
+    """A plot of each measure against the step, all runs in each; evaluations are marked and not smoothed."""
+    from matplotlib.figure import Figure
+
+    names = measures(runs)
+    if not names:
+        raise ValueError(f"Nothing to plot: no column of {', '.join(runs)} has two numbers")
+    columns = min(3, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(5 * columns, 3.2 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for name, axis in zip(names, axes, strict=False):
+        _draw(axis, runs, name, smooth)
+    for axis in list(axes)[len(names) :]:
+        axis.remove()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return figure
+
+
+def _draw(axis: Any, runs: Runs, name: str, smooth: float) -> None:
+    evaluated = name.startswith("eval_")
+    for run, log in runs.items():
+        values = log[name].dropna() if name in log else pd.Series(dtype=float)
+        shown = values if evaluated else values.ewm(span=smooth).mean()
+        axis.plot(shown.index, shown.to_numpy(), "o-" if evaluated else "-", label=run, markersize=3)
+    axis.set(xlabel="step", title=name)
+    axis.grid(alpha=0.3)
+
+
+def write_png(runs: Runs, path: Path, smooth: float) -> None:
+    """The plots as an image."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plot(runs, smooth).savefig(path, dpi=120)
+
+
+def write_html(runs: Runs, path: Path, smooth: float) -> None:
+    """Plots and table as one page."""
+    image = io.BytesIO()
+    plot(runs, smooth).savefig(image, format="png", dpi=120)
+    data = base64.b64encode(image.getvalue()).decode()
+    title = html.escape(", ".join(runs))
+    table = summary(runs).to_html(border=0, float_format=lambda value: f"{value:.4g}", na_rep="", escape=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"
+        f"<h1>{title}</h1><h2>Where they ended</h2>{table}<h2>How they got there</h2>"
+        f'<img alt="One plot for each measure" src="data:image/png;base64,{data}"></html>\n'
+    )

@@ -1,0 +1,122 @@
+"""Whole bfloat16 training steps of a LLaMA on a GPU: Grass in compact mode against fused AdamW.
+
+    python scripts/bench/gpu_train_step.py --out benchmarks/gpu            # 1b, under two minutes on an H200
+    python scripts/bench/gpu_train_step.py --smoke                         # a tiny model on the CPU, times meaningless
+
+Each contestant trains a model of its own from the same weights on the same tokens; the table gives the mean step,
+refreshes included, the peak of allocated memory and the throughput relative to AdamW. ``frozen`` is the floor: linear
+weights without gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+sys.path.append(str(Path(__file__).parent / "kernels"))
+from harness import machine
+
+import grass
+from grass.training.models import build_llama, llama_config
+
+OFTEN = {"update_interval": 10, "selection": "multinomial_norm", "state_policy": "bank"}
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+
+
+def frozen(model: nn.Module) -> Optimizer:
+    for name in grass.matched_modules(model):
+        model.get_submodule(name).weight.requires_grad_(False)
+    return adamw(model)
+
+
+def compact(dim: int, **options: object) -> Callable[[nn.Module], Optimizer]:
+    def build(model: nn.Module) -> Optimizer:
+        grass.compact(model, rank=0.25, dim=dim, dtype=torch.float32)
+        return grass.GrassAdamW(model, lr=1e-4, **options)
+
+    return build
+
+
+CONTESTANTS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adamw fused": adamw,
+    "frozen": frozen,
+    "grass dim=1": compact(1),
+    "grass dim=1, bank, a refresh every 10 steps": compact(1, **OFTEN),
+    "grass dim=0": compact(0),
+}
+
+
+def measure(build: Callable[[nn.Module], Optimizer], args: argparse.Namespace) -> dict[str, float]:
+    """Mean milliseconds and peak memory of a step."""
+    config = llama_config(args.model, vocab_size=256 if args.smoke else 32_000, max_seq_len=args.seq_len)
+    model = build_llama(config, seed=0, dtype=torch.bfloat16, device=args.device, checkpointing=args.checkpointing)
+    optimizer, cuda = build(model), args.device == "cuda"
+    ids = torch.randint(256, (args.batch_size, args.seq_len), device=args.device)
+    times = []
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(args.repeats + args.warmup):
+        start = time.perf_counter()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    return {"step_ms": statistics.mean(times[args.warmup :]) * 1e3, "peak_gib": peak / 2**30}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=None, help="1b, or 1m with --smoke")
+    parser.add_argument("--batch-size", type=int, default=None)
+    parser.add_argument("--seq-len", type=int, default=None)
+    parser.add_argument("--repeats", type=int, default=None, help="steps timed; best a multiple of 10")
+    parser.add_argument("--warmup", type=int, default=None)
+    parser.add_argument("--checkpointing", default=None)
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu"))
+    args = parser.parse_args()
+    tiny = {"model": "1m", "batch_size": 1, "seq_len": 16, "repeats": 2, "warmup": 1}
+    real = {"model": "1b", "batch_size": 8, "seq_len": 1024, "repeats": 20, "warmup": 5}
+    for key, value in (tiny if args.smoke else real).items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+    args.device = "cpu" if args.smoke else "cuda"
+    return args
+
+
+def main() -> None:
+    args = parse()
+    if not args.smoke and not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA GPU, or --smoke")
+    rows = []
+    for name, build in CONTESTANTS.items():
+        rows.append({"optimizer": name, **measure(build, args)})
+        rows[-1]["tokens_per_s"] = args.batch_size * args.seq_len / rows[-1]["step_ms"] * 1e3
+        rows[-1]["times_adamw"] = rows[0]["step_ms"] / rows[-1]["step_ms"]
+        print(f"{name}: {rows[-1]['times_adamw']:.2f} times AdamW", flush=True)
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    run = {"model": args.model, "batch_size": args.batch_size, "seq_len": args.seq_len}
+    args.out.mkdir(parents=True, exist_ok=True)
+    result = pd.DataFrame(rows).assign(**run, **machine())
+    result.to_csv(args.out / "train_step.csv", index=False, float_format="%.5g")
+    print(f"written to {args.out / 'train_step.csv'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Held-out loss with frozen weights in float32, bfloat16 and 8 bits, all under float32 active rows.
+
+    python scripts/bench/int8_quality.py                # LLaMA 1m on the embedded corpus, some minutes for each row
+    python scripts/bench/int8_quality.py --steps 4      # checks that it runs
+
+The runs of one seed differ in nothing but the storage of the frozen weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+import grass
+from grass.training.data import DataConfig, load_data
+from grass.training.loop import TrainConfig, Trainer
+from grass.training.models import build_llama, llama_config
+
+STORAGE: dict[str, tuple[torch.dtype, str | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "int8": (torch.bfloat16, "int8"),
+}
+"""By name: dtype of the model and ``weights`` of :func:`grass.compact`."""
+
+
+def final_loss(storage: str, dim: int, seed: int, args: argparse.Namespace) -> float:
+    """Train one model and evaluate it."""
+    dtype, weights = STORAGE[storage]
+    data = load_data(DataConfig(seed=seed, seq_len=256, eval_blocks=args.eval_blocks))
+    model = build_llama(llama_config("1m", vocab_size=data.vocab_size, max_seq_len=256), seed=seed, dtype=dtype)
+    grass.compact(model, rank=0.25, dim=dim, dtype=torch.float32, weights=weights, seed=seed)
+    options = {"selection": "multinomial_norm", "state_policy": "bank", "update_interval": 10}
+    optimizer = grass.GrassAdamW(model, lr=args.lr, weight_decay=0.0, seed=seed, **options)
+    config = TrainConfig(
+        out=args.out / f"{storage}-{dim}-{seed}", steps=args.steps, warmup=args.steps // 10, eval_every=args.steps
+    )
+    return Trainer(model, optimizer, data, config).run().eval_loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=540)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--dims", type=int, nargs="+", default=[1])
+    parser.add_argument("--eval-blocks", type=int, default=128)
+    parser.add_argument("--out", type=Path, default=Path("runs/int8_quality"))
+    parser.add_argument("--csv", type=Path, default=Path("runs/int8_quality.csv"))
+    args = parser.parse_args()
+    args.csv.parent.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for seed in args.seeds:
+        for dim in args.dims:
+            for storage in STORAGE:
+                loss = final_loss(storage, dim, seed, args)
+                rows.append({"weights": storage, "dim": dim, "seed": seed, "steps": args.steps, "eval_loss": loss})
+                pd.DataFrame(rows).assign(torch=torch.__version__).to_csv(args.csv, index=False, float_format="%.4f")
+    print(pd.DataFrame(rows).to_string(index=False))
+
+
+if __name__ == "__main__":
+    main()

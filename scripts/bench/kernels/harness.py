@@ -1,0 +1,165 @@
+"""What the kernel benchmarks share: timing, the ceilings of the machine, the table.
+
+A case is timed by replaying a CUDA graph of calls on several sets of operands that together exceed the cache, so that
+neither launches nor cached operands count. Its rate is divided by a ceiling measured in the same run: a large copy for
+bytes, a large bfloat16 product for FLOPs. With ``--smoke`` every case runs once, tiny, in Triton's interpreter: times
+are then meaningless.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SMOKE = "--smoke" in sys.argv
+if SMOKE:  # before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pandas as pd  # noqa: E402
+import torch  # noqa: E402
+import triton  # noqa: E402
+
+DEVICE = "cpu" if SMOKE else "cuda"
+SHAPES = [(7, 16)] if SMOKE else [(4096, 4096), (11008, 4096), (4096, 11008)]
+"""Weights of LLaMA 7b."""
+RANKS = [4] if SMOKE else [256, 1024]
+TOKENS = 24 if SMOKE else 8192
+CACHE = 0 if SMOKE else 200_000_000
+"""Bytes that the operands of one round of calls exceed; an H200 caches 60 MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One line of the table.
+
+    Attributes:
+        kernel: its name.
+        case: what tells it from the kernel's other cases.
+        make: makes one set of operands and returns the call to time on it.
+        bytes: read and written by the floor of the kernel's docstring.
+        flops: likewise; a kernel with a count here is measured against the matrix product.
+        target: share of the ceiling aimed at on an H200; 0 is none.
+    """
+
+    kernel: str
+    case: str
+    make: Callable[[], Callable[[], object]]
+    bytes: int
+    flops: int = 0
+    target: float = 0.0
+
+
+def operands(cases: Iterable[tuple[int, int]] = SHAPES) -> Iterator[tuple[tuple[int, int], int]]:
+    """Shapes and ranks."""
+    for shape in cases:
+        for rank in RANKS:
+            yield shape, rank
+
+
+def picked(size: int, rank: int) -> torch.Tensor:
+    """Sorted distinct indices."""
+    return torch.randperm(size)[:rank].sort().values.to(DEVICE)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Random values: zeros are faster than real data."""
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def seconds(calls: list[Callable[[], object]], repeats: int = 15) -> float:
+    """Median seconds of one call."""
+    for call in calls:
+        call()
+    if SMOKE:
+        start = time.perf_counter()
+        calls[0]()
+        return time.perf_counter() - start
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3 / len(calls))
+    return statistics.median(times[3:])
+
+
+def ceilings() -> tuple[float, float]:
+    """Bytes per second of a large copy (read and written) and FLOP/s of a large bfloat16 product."""
+    copied = randn(1 << (10 if SMOKE else 30))
+    side = 64 if SMOKE else 8192
+    a, b, into = randn(side, side), randn(side, side), torch.empty_like(copied)
+    copy = 2 * copied.nbytes / seconds([lambda: into.copy_(copied)])
+    return copy, 2 * side**3 / seconds([lambda: a @ b])
+
+
+def timed(case: Case, implementation: str) -> float:
+    """Seconds of a case by one implementation."""
+    os.environ["GRASS_KERNELS"] = implementation
+    sets = 1 if SMOKE else max(2, min(64, -(-CACHE // case.bytes)))
+    return seconds([case.make() for _ in range(sets)])
+
+
+def table(cases: Iterable[Case]) -> pd.DataFrame:
+    """Every case by its kernel and by its torch twin, against the ceilings."""
+    copy, product = ceilings()
+    rows = []
+    for case in cases:
+        ours, twin = timed(case, "triton"), timed(case, "torch")
+        work, ceiling = (case.flops, product) if case.flops else (case.bytes, copy)
+        rows.append(
+            {
+                "kernel": case.kernel,
+                "case": case.case,
+                "us": ours * 1e6,
+                "torch_us": twin * 1e6,
+                "unit": "TFLOP/s" if case.flops else "TB/s",
+                "rate": work / ours / 1e12,
+                "ceiling": ceiling / 1e12,
+                "of_ceiling": work / ours / ceiling,
+                "target": case.target,
+            }
+        )
+        print(f"{case.kernel} {case.case}: {rows[-1]['of_ceiling']:.2f} of the ceiling", flush=True)
+    return pd.DataFrame(rows).assign(**machine())
+
+
+def machine() -> dict[str, str]:
+    """What every row says about where it was measured."""
+    name = "none: smoke run" if SMOKE else torch.cuda.get_device_name()
+    return {"gpu": name, "torch": torch.__version__, "triton": triton.__version__, "commit": commit()}
+
+
+def commit() -> str:
+    """``$GRASS_COMMIT``, or the repository's."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    git = subprocess.run(command, capture_output=True, text=True, check=False)
+    return os.environ.get("GRASS_COMMIT") or git.stdout.strip() or "unknown"
+
+
+def main(name: str, cases: Callable[[], Iterable[Case]], description: str | None) -> None:
+    """Measure and write ``<out>/<name>.csv``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, in Triton's interpreter")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu"))
+    args = parser.parse_args()
+    if not SMOKE and not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA GPU, or --smoke")
+    torch.manual_seed(0)
+    result = table(cases())
+    args.out.mkdir(parents=True, exist_ok=True)
+    result.to_csv(args.out / f"{name}.csv", index=False, float_format="%.4g")
+    print(f"written to {args.out / name}.csv")

@@ -1,0 +1,77 @@
+"""Peak memory of training steps: torch's memory tracker on fake tensors of full size against the planner.
+
+    python scripts/bench/memory.py                               # every case of CASES, some minutes
+    python scripts/bench/memory.py --models 60m --rank 64
+
+Neither the memory nor a GPU is needed. What a step holds on a GPU beside this is the allocator's slack.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from grass.memory import METHODS, Architecture, Setting, format_bytes, plan
+from grass.memory.planner import peaks
+from grass.training.memory_tracking import track
+from grass.training.models import LLAMA_SHAPES, llama_config
+
+CASES: list[tuple[str, dict[str, Any], bool]] = [
+    ("Grass", {}, False),
+    ("Grass", {}, True),
+    ("Grass", {"checkpointing": False, "chunk_tokens": 0}, False),
+    ("AdamW", {}, False),
+]
+"""Method, what differs from checkpointed layers and a chunked loss, and whether the step gathers a sketch."""
+
+
+def row(size: str, method: str, setting: Setting, refresh: bool) -> dict[str, object]:
+    """Tracked and planned bytes of one case."""
+    config = llama_config(size, vocab_size=32_000, max_seq_len=setting.seq_len)
+    model, measured = Architecture.from_config(config), track(method, config, setting, refresh=refresh)
+    planned = max(peaks(METHODS[method](model, setting), model, setting, refresh=refresh).values())
+    print(f"{size} {method}: tracked {format_bytes(measured.peak)}, planned {format_bytes(planned)}", flush=True)
+    return {
+        "model": size,
+        "method": method,
+        "rank": setting.rank,
+        "dim": setting.dim,
+        "batch_size": setting.batch_size,
+        "seq_len": setting.seq_len,
+        "checkpointing": setting.checkpointing,
+        "chunk_tokens": setting.chunk_tokens,
+        "moments": setting.moments,
+        "refresh": refresh,
+        **{f"{name}_gb": value / 1e9 for name, value in measured._asdict().items()},
+        "planned_peak_gb": planned / 1e9,
+        "planned_total_gb": plan(method, model, setting).total / 1e9,
+        "tracked_over_planned": measured.peak / planned,
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["60m", "350m", "1b", "7b", "13b"], choices=list(LLAMA_SHAPES))
+    parser.add_argument("--rank", type=int, default=256)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--csv", type=Path, default=Path("runs/memory.csv"))
+    args = parser.parse_args()
+    setting = Setting(rank=args.rank, seq_len=args.seq_len)
+    rows = [
+        row(size, method, replace(setting, **changes), refresh)
+        for size in args.models
+        for method, changes, refresh in CASES
+    ]
+    args.csv.parent.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(rows).to_csv(args.csv, index=False, float_format="%.6g")
+    print(f"written to {args.csv}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Train on 2 workers over a slowed link: DDP AdamW against Grass, in turn, in one run.
+
+    sudo python scripts/bench/slow_link.py                # a LLaMA of 350m's width, 2 layers, a minute or two
+    sudo python scripts/bench/slow_link.py --hidden 128 --intermediate 352 --seq-len 32 --rounds 1
+
+Each worker lives in a network namespace of its own; a pair of virtual interfaces joins them, and ``tc`` limits the rate
+of both. The script makes and removes all of it, for which it needs the right to (Linux, CAP_NET_ADMIN and
+CAP_SYS_ADMIN); without, it says so and ends. First AdamW's step is timed without communication, and the bytes that its
+all-reduce sends are read from the interface's own counter. The link is then slowed until these bytes alone take as long
+as that step (``slowdown`` 1), and three times as long (3). Grass's ten steps hold one refresh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig
+
+import grass
+from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
+from grass.training.models import build_llama
+
+INTERVAL = 10
+SLOWDOWNS = (1.0, 3.0)
+STEPS = {"adamw": 2, "grass compact dim=1": INTERVAL, "grass dense dim=0, hook": INTERVAL}
+"""Steps of each contestant in a round."""
+
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+Build = Callable[[nn.Module], Trained]
+
+
+def main() -> None:
+    args = parse()
+    if args.worker is not None:
+        work(args)
+        return
+    with two_namespaces() as namespaces, tempfile.TemporaryDirectory() as folder:
+        if not namespaces:
+            print("Skipped: network namespaces cannot be made here")
+            return
+        path = Path(folder) / "times.json"
+        workers = [start_worker(name, rank, path) for rank, name in enumerate(namespaces)]
+        try:
+            if any([worker.wait() for worker in workers]):
+                sys.exit("a worker failed")
+        finally:
+            for worker in workers:
+                worker.kill()
+        result = table(json.loads(path.read_text()))
+    print(result.to_string(index=False, float_format="%.3f"))
+    args.csv.parent.mkdir(parents=True, exist_ok=True)
+    threads = os.environ.get("OMP_NUM_THREADS", "default")
+    result.assign(torch=torch.__version__, threads=threads).to_csv(args.csv, index=False, float_format="%.5g")
+
+
+@contextmanager
+def two_namespaces() -> Iterator[list[str]]:
+    """Two joined network namespaces, or none where that is not permitted; removed afterwards."""
+    names = [f"grass-{os.getpid()}-{end}" for end in "ab"]
+    try:
+        made = shutil.which("ip") is not None and shutil.which("tc") is not None and all(map(make_namespace, names))
+        if made:
+            ends = [("link0", "netns", name) for name in names]
+            command("ip", "link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
+            for number, name in enumerate(names, start=1):
+                command("ip", "-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "link0")
+                for device in ("lo", "link0"):
+                    command("ip", "-n", name, "link", "set", device, "up")
+        yield names if made else []
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+
+
+def make_namespace(name: str) -> bool:
+    return subprocess.run(["ip", "netns", "add", name], stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def command(*words: str) -> None:
+    subprocess.run(words, check=True)
+
+
+def start_worker(namespace: str, rank: int, path: Path) -> subprocess.Popen[bytes]:
+    rest = [*sys.argv[1:], "--worker", str(rank), "--times", str(path)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "link0", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511"}
+    words = ["ip", "netns", "exec", namespace, sys.executable, __file__, *rest]
+    return subprocess.Popen(words, env=environment)
+
+
+def work(args: argparse.Namespace) -> None:
+    """One worker: calibrate, slow the link, time the contestants in turn."""
+    dist.init_process_group("gloo", rank=args.worker, world_size=2)
+    torch.manual_seed(args.worker)
+    ids = torch.randint(256, (args.batch_size, args.seq_len))
+    contestants = {name: Contestant(build, args, ids) for name, build in builders(args).items()}
+    for contestant in contestants.values():
+        for _ in range(3):  # states and rows are made, DDP rebuilds its buckets
+            contestant.step()
+    compute, sent = calibrate(contestants["adamw"])
+    rows = []
+    for slowdown in SLOWDOWNS:
+        limit_rate(sent / compute / slowdown)
+        for _ in range(args.rounds):
+            for name, contestant in contestants.items():
+                seconds, count = contestant.timed(STEPS[name])
+                rows.append({"slowdown": slowdown, "optimizer": name, "seconds": seconds, "bytes": count})
+    if args.worker == 0:
+        args.times.write_text(json.dumps({"compute": compute, "sent": sent, "tokens": 2 * ids.numel(), "rows": rows}))
+    dist.barrier()
+
+
+class Contestant:
+    """A replica under DDP, its optimizer and its batch."""
+
+    def __init__(self, build: Build, args: argparse.Namespace, ids: Tensor) -> None:
+        self.ids = ids
+        self.ddp, self.optimizer = build(model(args))
+
+    def step(self, synchronise: bool = True) -> None:
+        """One training step."""
+        if synchronise:
+            self.ddp(input_ids=self.ids, labels=self.ids).loss.backward()
+        else:
+            with self.ddp.no_sync():
+                self.ddp(input_ids=self.ids, labels=self.ids).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def timed(self, steps: int, synchronise: bool = True) -> tuple[float, float]:
+        """Seconds, and bytes that left this worker, per step."""
+        dist.barrier()
+        start, before = time.perf_counter(), sent_bytes()
+        for _ in range(steps):
+            self.step(synchronise)
+        dist.barrier()
+        return (time.perf_counter() - start) / steps, (sent_bytes() - before) / steps
+
+
+def model(args: argparse.Namespace) -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=args.hidden,
+        intermediate_size=args.intermediate,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        vocab_size=256,
+        max_position_embeddings=args.seq_len,
+        use_cache=False,
+    )
+    return build_llama(config)
+
+
+def builders(args: argparse.Namespace) -> dict[str, Build]:
+    options = {"lr": 1e-3, "update_interval": INTERVAL, "selection": "multinomial_norm", "state_policy": "keep"}
+
+    def adamw(m: nn.Module) -> Trained:
+        return DistributedDataParallel(m, gradient_as_bucket_view=True), torch.optim.AdamW(m.parameters(), fused=True)
+
+    def compact(m: nn.Module) -> Trained:
+        grass.compact(m, rank=args.rank)
+        optimizer = grass.GrassAdamW(m, fused=True, **options)
+        return DistributedDataParallel(m, gradient_as_bucket_view=True), optimizer
+
+    def dense(m: nn.Module) -> Trained:
+        optimizer = grass.GrassAdamW(grass.param_groups(m, args.rank, dim=0, **options), fused=True)
+        ddp = DistributedDataParallel(m, gradient_as_bucket_view=True)
+        ddp.register_comm_hook(ReducedAllreduceState(optimizer, refresh="sketch"), reduced_allreduce_hook)
+        return ddp, optimizer
+
+    return {"adamw": adamw, "grass compact dim=1": compact, "grass dense dim=0, hook": dense}
+
+
+def calibrate(adamw: Contestant) -> tuple[float, float]:
+    """Seconds of a step that does not communicate, the slower worker's, and bytes that one which does sends."""
+    seconds = torch.tensor(statistics.median(adamw.timed(1, synchronise=False)[0] for _ in range(3)))
+    adamw.step()  # no_sync has left the replicas apart; this changes nothing that is timed
+    sent = torch.tensor(adamw.timed(2)[1])
+    for value in (seconds, sent):
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(seconds), float(sent)
+
+
+def sent_bytes() -> int:
+    return int(Path("/sys/class/net/link0/statistics/tx_bytes").read_text())
+
+
+def limit_rate(rate: float) -> None:
+    """Limit this end of the link to ``rate`` bytes per second."""
+    limit = ("rate", f"{rate * 8:.0f}bit", "burst", f"{max(64_000, rate / 250):.0f}", "latency", "200ms")
+    command("tc", "qdisc", "replace", "dev", "link0", "root", "tbf", *limit)
+
+
+def table(times: dict) -> pd.DataFrame:
+    rows = pd.DataFrame(times["rows"]).groupby(["slowdown", "optimizer"], sort=False).median().reset_index()
+    adamw = rows[rows.optimizer == "adamw"].set_index("slowdown").seconds
+    return rows.assign(
+        link_mbit_s=times["sent"] / times["compute"] / rows.slowdown * 8e-6,
+        adamw_compute_s=times["compute"],
+        tokens_per_s=times["tokens"] / rows.seconds,
+        times_adamw=rows.slowdown.map(adamw) / rows.seconds,
+        sent_mb=rows.bytes / 1e6,
+    ).drop(columns="bytes")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--intermediate", type=int, default=2736)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=2, help="per worker")
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--rank", type=float, default=1 / 8, help="share of rows or columns trained")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--csv", type=Path, default=Path("runs/slow_link.csv"))
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--times", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

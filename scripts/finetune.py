@@ -1,0 +1,188 @@
+r"""Finetune a pretrained model with AdamW, Grass or LoRA, by transformers' Trainer.
+
+Sequence classification: a task of GLUE by name, or any dataset with a column or two of text and one of labels:
+
+    python scripts/finetune.py classify --model roberta-base --task sst2 --method grass --compact --rank 0.125 \
+        --lr 3e-5 --update-interval 50 --selection multinomial_norm --state-policy keep --out runs/sst2
+    python scripts/finetune.py classify --model roberta-base --dataset csv --data-files train=reviews.csv \
+        --columns title body --label stars --out runs/reviews
+
+Instruction tuning on Alpaca-style examples (instruction, input, output), from the hub or a JSON file; only responses
+are trained on:
+
+    python scripts/finetune.py instruct --model meta-llama/Llama-3.2-1B --dataset tatsu-lab/alpaca --packed \
+        --method lora --rank 16 --lr 2e-4 --bf16 --out runs/alpaca
+    python scripts/finetune.py instruct --model meta-llama/Llama-3.2-1B --dataset json \
+        --data-files train=examples.json --out runs/own
+
+Without a network, `--model tiny` makes a tokenizer and a small model on the spot, and the data are by default the
+docstrings of the Python standard library: which package is this one from? What does this function do?
+
+    python scripts/finetune.py classify --model tiny --method grass --compact --lr 2e-3 --out runs/docstrings
+    python scripts/finetune.py instruct --model tiny --method grass --compact --lr 2e-3 --packed --out runs/signatures
+
+Every other flag is one of transformers.TrainingArguments: --num-train-epochs 3, --per-device-train-batch-size 16,
+--gradient-accumulation-steps 4, --gradient-checkpointing, --warmup-steps 100, --resume-from-checkpoint DIR, ...
+The run's directory gets the model for from_pretrained (LoRA: the adapters), metrics.csv and eval_results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    HfArgumentParser,
+    PreTrainedModel,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from grass.memory import state_bytes
+from grass.training import classification, instructions
+from grass.training.docstrings import docstrings, docstrings_of_signatures
+from grass.training.finetuning import METHODS, DatasetSource, FinetuneTask, make_trainer, write_log
+from grass.training.flags import HelpFormatter, add_optimizer_flags, from_flags, split_and_path
+from grass.training.optimizers import OptimizerConfig
+from grass.training.tiny import tiny_decoder, tiny_encoder, train_tokenizer
+
+DEFAULTS = {
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "save_total_limit": 1,
+    "logging_steps": 10,
+    "dataloader_pin_memory": torch.cuda.is_available(),
+}
+"""Where ours differ from those of TrainingArguments."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argument_parser()
+    args, rest = parser.parse_known_args(argv)
+    try:
+        arguments = training_arguments(args, rest)
+        name = "grass" if args.method == "grass" else "adamw"
+        optimizer = from_flags(OptimizerConfig, args, name=name)
+        task = instruct(args) if args.kind == "instruct" else classify(args)
+        trainer = make_trainer(task, args.method, optimizer, arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    metrics = trainer.evaluate()
+    if args.kind == "instruct":
+        metrics["eval_perplexity"] = instructions.perplexity(metrics["eval_loss"])
+    trainer.save_model(args.out)
+    trainer.save_metrics("eval", metrics)
+    write_log(trainer.state.log_history, args.out / "metrics.csv")
+    print(", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith("eval_")))
+    print("state {:,} bytes, on the host {:,}".format(*state_bytes(trainer.optimizer.optimizer)))
+
+
+def training_arguments(args: argparse.Namespace, flags: list[str]) -> TrainingArguments:
+    """``Trainer``'s own flags over our defaults."""
+    defaults = [text for name, value in DEFAULTS.items() for text in (f"--{name}", str(value))]
+    own = ["--output_dir", str(args.out), "--seed", str(args.seed)]
+    arguments: TrainingArguments = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
+        [*own, *defaults, *flags]
+    )[0]
+    return arguments
+
+
+def classify(args: argparse.Namespace) -> FinetuneTask:
+    """The classification task that the flags describe."""
+    if args.dataset is None:
+        task, dataset = classification.load_task(args.task)
+    else:
+        task, dataset = classification.own_task(dataset_source(args), args.columns, args.label)
+    names = classification.class_names(dataset, task.label) or ["score"]
+    path = pretrained(args, partial(tiny_encoder, num_labels=len(names)))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(names), dtype=args.dtype)
+    model.config.id2label = dict(enumerate(names))
+    model.config.label2id = {name: index for index, name in enumerate(names)}
+    return FinetuneTask(
+        model=model,
+        tokenizer=tokenizer,
+        dataset=classification.encode(dataset, task, tokenizer, args.max_length),
+        evaluation=task.evaluation,
+        collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=classification.metrics_of(task),
+        best=task.metrics[0],
+    )
+
+
+def instruct(args: argparse.Namespace) -> FinetuneTask:
+    """The instruction task that the flags describe."""
+    dataset = docstrings_of_signatures() if args.dataset is None else dataset_source(args).load()
+    path = pretrained(args, tiny_decoder)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    dataset = instructions.encode(dataset, tokenizer, args.max_length)
+    if args.packed:
+        dataset = instructions.pack(dataset, args.max_length, tokenizer.pad_token_id)
+    return FinetuneTask(
+        model=model,
+        tokenizer=tokenizer,
+        dataset=dataset,
+        collator=default_data_collator if args.packed else DataCollatorForSeq2Seq(tokenizer),
+        compute_metrics=instructions.response_metrics,
+        best="loss",
+        likeliest=instructions.likeliest,
+    )
+
+
+def pretrained(args: argparse.Namespace, make_tiny: Callable[..., PreTrainedModel]) -> str:
+    """What to load model and tokenizer from: ``--model``, or the run's own base model made on the spot."""
+    if args.model != "tiny":
+        return str(args.model)
+    path = str(args.out / "base")
+    tokenizer = train_tokenizer(item.text for item in docstrings())
+    tokenizer.save_pretrained(path)
+    make_tiny(tokenizer, max_length=args.max_length, seed=args.seed).save_pretrained(path)
+    return path
+
+
+def dataset_source(args: argparse.Namespace) -> DatasetSource:
+    source: DatasetSource = from_flags(DatasetSource, args, data_files=dict(args.data_files) or None)
+    return source
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser.add_argument("kind", choices=("classify", "instruct"), help="what to finetune for")
+    add = parser.add_argument_group("run").add_argument
+    add("--out", type=Path, required=True, help="directory of the run")
+    add("--model", required=True, help="name or directory for from_pretrained, or tiny")
+    add("--seed", type=int, default=0, help="of new weights, the order of the data and the row selection")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    add_data_flags(parser.add_argument_group("data").add_argument)
+    add = parser.add_argument_group("method").add_argument
+    add("--method", choices=METHODS, default="grass", help="what to train with; lora takes an integer rank")
+    add_optimizer_flags(add)
+    return parser
+
+
+def add_data_flags(add) -> None:  # type: ignore[no-untyped-def]
+    add("--task", choices=classification.TASKS, default="docstrings", help="classify: docstrings, or one of GLUE")
+    add("--dataset", help="on the Hugging Face hub, or json, csv, parquet, ... with --data-files")
+    add("--subset", help="configuration of the dataset")
+    add("--data-files", nargs="+", type=split_and_path, default=(), metavar="SPLIT=GLOB")
+    add("--held-out", type=float, default=0.05, help="fraction to evaluate on where there is no validation split")
+    add("--columns", nargs="+", default=("text",), help="classify: one or two columns of text")
+    add("--label", default="label", help="classify: the column of classes, or of numbers for regression")
+    add("--max-length", type=int, default=128, help="tokens per example; instruct --packed: per row of examples")
+    add("--packed", action="store_true", help="instruct: several examples in one row, kept apart by position_ids")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one command and under ten minutes on an H200:
+#
+#     scripts/gpu_suite.sh            # all tests marked `gpu`, all kernel benchmarks, 1b training steps
+#     scripts/gpu_suite.sh --smoke    # the same scripts, tiny, in Triton's interpreter on the CPU
+#
+# CSVs go to ${OUT:-benchmarks/gpu}, each with GPU, torch, triton and commit. Needs a Python ($PYTHON, python3) with torch,
+# triton, transformers, pandas, scipy, pytest and hypothesis, nothing installed from here and no network.
+set -uo pipefail
+root="$(cd "$(dirname "$0")/.." && pwd)"
+out="${OUT:-$root/benchmarks/gpu}"
+mkdir -p "$out"
+out="$(cd "$out" && pwd)"
+python="${PYTHON:-python3}"
+export GRASS_COMMIT="${GRASS_COMMIT:-$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown)}"
+export PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
+
+# The package as an installation lays it out: the kernels are grass.kernels.
+stage="$(mktemp -d)"
+trap 'rm -rf "$stage"' EXIT
+cp -r "$root/grass" "$root/tests" "$root/scripts" "$root/setup.cfg" "$stage"
+cp -r "$root/triton_kernels" "$stage/grass/kernels"
+cd "$stage" && export PYTHONPATH="$stage"
+
+failed=()
+run() { # run NAME SECONDS COMMAND...
+    echo "== $1"
+    timeout "$2" "${@:3}" 2>&1 | tee "$out/$1.log" | tail -n 40
+    local status=${PIPESTATUS[0]}
+    [ "$status" -eq 0 ] || failed+=("$1 ($status)")
+}
+
+smoke=()
+if [ "${1:-}" = "--smoke" ]; then
+    smoke=(--smoke)
+else
+    "$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA GPU: try --smoke"' || exit 1
+    mapfile -t marked < <(grep -rlE 'pytest\.mark\.gpu' tests --include='test_*.py')
+    run tests 300 "$python" -m pytest -m gpu -p no:cacheprovider --durations=10 tests/kernels "${marked[@]}"
+fi
+for kernel in gather_rows scatter_add_rows row_norms compact_adamw compact_grad row_sketch; do
+    run "$kernel" 120 "$python" "scripts/bench/kernels/$kernel.py" --out "$out" ${smoke[@]+"${smoke[@]}"}
+done
+run train_step 240 "$python" scripts/bench/gpu_train_step.py --out "$out" ${smoke[@]+"${smoke[@]}"}
+
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "failed: ${failed[*]}"
+    exit 1
+fi
+echo "all passed; CSVs in $out"

@@ -1,0 +1,29 @@
+# Sourced by the recipes: `pretrain FLAGS...` runs scripts/pretrain.py on C4, which is streamed, with what they share.
+# With --smoke among the flags, the same path on the embedded corpus with a model of four small layers.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+
+# Learning rate and interval are what trained well in small models; at these sizes they have not been tuned.
+training=(
+    --dtype bf16 --checkpointing --chunked-loss 256 --optimizer grass --compact --dim 1 --active-dtype float32
+    --selection multinomial_norm --state-policy keep --update-interval 100 --lr 5e-4 --clip 1.0
+    --seq-len 2048 --steps 100000 --warmup 2000 --eval-every 1000 --save-every 1000
+)
+c4=(--dataset allenai/c4 --subset en --tokenizer t5-base)
+smoke=(
+    --model 1m --rank 16 --seq-len 64 --batch-size 2 --accumulate 2 --chunked-loss 48 --update-interval 2
+    --steps 4 --warmup 1 --eval-blocks 2 --eval-every 4 --log-every 1 --save-every 4
+)
+
+pretrain() {
+    local flags=() data=("${c4[@]}") last=()
+    for flag in "$@"; do
+        if [[ $flag == --smoke ]]; then
+            data=() last=("${smoke[@]}")
+        else
+            flags+=("$flag")
+        fi
+    done
+    exec "${PYTHON:-python}" scripts/pretrain.py "${training[@]}" ${data[@]+"${data[@]}"} "${flags[@]}" ${last[@]+"${last[@]}"}
+}

@@ -1,0 +1,68 @@
+"""Compact mode under plain DDP: the sketch is summed over ranks, so they choose what one process would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import grass
+from tests.compact.networks import converted, selections, train
+from tests.distributed.training import assert_close, joint_batches, train_jointly, weights
+from tests.distributed.world import run_world
+
+RULES: list[dict[str, Any]] = [
+    {"selection": "top_r", "state_policy": "reset", "dim": 0},
+    {"selection": "top_r", "state_policy": "keep", "dim": 1, "refresh": "exact"},
+    {"selection": "multinomial_norm", "state_policy": "bank", "dim": 1},
+    {"selection": "multinomial_norm_sq", "state_policy": "keep", "dim": 0, "fused": True, "sketch_size": 4},
+    {"selection": "uniform", "state_policy": "reset", "dim": 1},
+]
+
+
+def every_rule(rank: int) -> list[tuple[dict[str, Tensor], list[list[int]]]]:
+    trained = []
+    for rule in RULES:
+        for micro in (1, 2):
+            model, optimizer = converted(torch.float64, **rule)
+            ddp = DistributedDataParallel(model, gradient_as_bucket_view=micro == 2)
+            train_jointly(ddp, optimizer, joint_batches(), micro)
+            trained.append((weights(model), selections(model)))
+    return trained
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_joint_training_equals_one_process(size: int) -> None:
+    ranks = run_world(every_rule, size)
+    expected = []
+    for rule in RULES:
+        model, optimizer = converted(torch.float64, **rule)
+        train(model, optimizer, joint_batches())
+        expected += [(weights(model), selections(model))] * 2
+    for trained in ranks:
+        for (ours, rows), (theirs, expected_rows) in zip(trained, expected, strict=True):
+            assert rows == expected_rows
+            assert_close(ours, theirs)
+
+
+def attached(rank: int) -> dict[str, Tensor]:
+    model = attach_sgd()
+    train_jointly(DistributedDataParallel(model[0]), model[1], joint_batches())
+    return weights(model[0])
+
+
+def attach_sgd() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = converted(torch.float64)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2, momentum=0.9)
+    grass.attach(optimizer, model, update_interval=4, state_policy="keep")
+    return model, optimizer
+
+
+def test_another_optimizer_attached() -> None:
+    model, optimizer = attach_sgd()
+    train(model, optimizer, joint_batches())
+    for ours in run_world(attached, 2):
+        assert_close(ours, weights(model))

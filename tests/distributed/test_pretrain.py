@@ -1,0 +1,127 @@
+"""``scripts/pretrain.py`` on several processes: as on one with the joint batch."""
+
+from __future__ import annotations
+
+import csv
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grass.training.checkpoint import CheckpointStore
+from grass.training.loop import Trainer
+from tests.distributed.world import HANG, attempt_world, run_world
+from tests.training.runs import PRETRAIN, TINY
+
+STEPS = 8
+GRASS = ("--rank", "0.25", "--update-interval", "3", "--selection", "multinomial_norm", "--state-policy", "keep")
+RUNS = {
+    "adamw": ("--optimizer", "adamw"),
+    "dense": GRASS,
+    "compact": (*GRASS, "--compact"),
+    "fsdp": (*GRASS, "--compact", "--fsdp"),
+}
+
+
+def pretrain(rank: int, out: Path, flags: tuple[str, ...]) -> None:
+    """Run the script in this process, which may be one of several."""
+    script = runpy.run_path(str(PRETRAIN))
+    script["main"](["--out", str(out), *TINY, "--steps", str(STEPS), "--eval-every", "4", *flags])
+
+
+def every_run(rank: int, out: Path, batch_size: int) -> None:
+    for name, flags in RUNS.items():
+        if name == "fsdp" and batch_size == 4:
+            flags = RUNS["compact"]
+        pretrain(rank, out / name, (*flags, "--batch-size", str(batch_size)))
+
+
+def columns(path: Path) -> dict[str, list[float]]:
+    rows = list(csv.DictReader((path / "metrics.csv").open()))
+    return {
+        name: [float(row[name]) for row in rows if row[name]] for name in ("tokens", "loss", "eval_loss", "grad_norm")
+    }
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    run_world(every_run, 1, tmp_path / "one", 4, timeout=200)
+    run_world(every_run, 2, tmp_path / "two", 2, timeout=200)
+    for name in RUNS:
+        expected, found = columns(tmp_path / "one" / name), columns(tmp_path / "two" / name)
+        if name == "dense":  # of what did not travel the norm is not known
+            expected.pop("grad_norm"), found.pop("grad_norm")
+        for column, values in expected.items():
+            torch.testing.assert_close(found[column], values, rtol=2e-3, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+        ours, theirs = (load_file(tmp_path / n / name / "model" / "model.safetensors") for n in ("two", "one"))
+        assert ours.keys() == theirs.keys()
+
+
+def with_a_nan(rank: int, out: Path) -> None:
+    """Rank 1 gets a NaN loss in step 5."""
+    loss = Trainer._loss
+
+    def spoiled(trainer: Trainer, *arguments: object) -> torch.Tensor:
+        return loss(trainer, *arguments) * (float("nan") if (rank, trainer.step) == (1, 4) else 1.0)
+
+    Trainer._loss = spoiled
+    pretrain(rank, out, (*RUNS["compact"], "--save-every", "2"))
+
+
+def test_a_nan_on_one_rank_stops_all_and_spoils_no_checkpoint(tmp_path: Path) -> None:
+    for outcome in attempt_world(with_a_nan, 2, tmp_path, timeout=100):
+        assert outcome.error != HANG
+        assert "FloatingPointError: The gradient's norm is nan in step 5" in outcome.error
+    newest = CheckpointStore(tmp_path / "checkpoints").latest()
+    assert newest.name == "step-00000004"
+    assert all(weight.isfinite().all() for weight in load_file(newest / "model.safetensors").values())
+
+
+def one_step(rank: int, out: Path, flags: tuple[str, ...]) -> None:
+    pretrain(rank, out, (*RUNS["compact"], "--save-every", "2", *flags))
+
+
+def test_another_number_of_processes_at_resume(tmp_path: Path) -> None:
+    run_world(one_step, 2, tmp_path, ())
+    for outcome in attempt_world(one_step, 1, tmp_path, ("--resume",)):
+        assert "SystemExit: 2" in outcome.error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["compact", "fsdp"])
+def test_a_killed_worker_under_torchrun(mode: str, tmp_path: Path) -> None:
+    """The agent restarts all, training goes on from the last checkpoint and ends with the same weights."""
+    kill = tmp_path / "kill.py"
+    kill.write_text(KILLING)
+    flags = [*TINY, *RUNS[mode], "--steps", "8", "--save-every", "3", "--resume"]
+    weights = []
+    for name, script in (("whole", str(PRETRAIN)), ("killed", str(kill))):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+        command += ["--standalone", "--monitor-interval", "0.2", script, "--out", str(tmp_path / name), *flags]
+        subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        weights.append(load_file(tmp_path / name / "model" / "model.safetensors"))
+    assert (tmp_path / "was-killed").exists()
+    assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
+
+
+KILLING = f"""
+import os, pathlib, runpy, signal, sys
+sys.path.insert(0, {str(PRETRAIN.parents[1])!r})
+from grass.training.loop import Trainer
+
+mark, step = pathlib.Path(__file__).with_name("was-killed"), Trainer.train_step
+
+def train_step(trainer):
+    if trainer.step == 5 and trainer.processes.rank == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(trainer)
+
+Trainer.train_step = train_step
+runpy.run_path({str(PRETRAIN)!r}, run_name="__main__")
+"""
+"""Runs the script, and kills rank 1 once, two steps after a checkpoint."""

@@ -1,0 +1,187 @@
+"""Dense mode under DDP with the reduced all-reduce: the same training as in one process, for fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from grass import GrassAdamW
+from grass.active import rademacher
+from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
+from grass.distributed.traffic import recorded_traffic
+from grass.refresh import refresh_due
+from grass.selection import selection_generator
+from tests.compact.networks import Network, loss_of, train
+from tests.distributed.training import OPTIONS, assert_close, dense, joint_batches, share, train_jointly, weights
+from tests.distributed.world import run_world
+
+TINY = 400 / 2**20
+"""Megabytes of a bucket that holds a weight or two."""
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"bucket_cap_mb": TINY, "gradient_as_bucket_view": True},
+    {"bucket_cap_mb": TINY, "static_graph": True},
+]
+RULES: list[dict[str, Any]] = [
+    {"selection": "top_r", "state_policy": "reset", "dim": 0},
+    {"selection": "multinomial_norm", "state_policy": "keep", "dim": 1},
+    {"selection": "multinomial_norm", "replacement": True, "state_policy": "bank", "dim": "auto"},
+    {"selection": "uniform", "state_policy": "bank", "dim": 1, "fused": True},
+]
+
+
+def hooked(model: nn.Module, optimizer: GrassAdamW, refresh: str = "full", **layout: Any) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(model, **layout)
+    ddp.register_comm_hook(ReducedAllreduceState(optimizer, refresh=refresh), reduced_allreduce_hook)
+    return ddp
+
+
+def every_configuration(rank: int) -> list[dict[str, torch.Tensor]]:
+    trained = []
+    for rule in RULES:
+        for layout in LAYOUTS:
+            for micro in (1, 2) if "static_graph" not in layout else (1,):
+                model, optimizer = dense(**rule)
+                train_jointly(hooked(model, optimizer, **layout), optimizer, joint_batches(), micro)
+                trained.append(weights(model))
+    return trained
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_joint_training_equals_one_process(size: int) -> None:
+    ranks = run_world(every_configuration, size)
+    expected = []
+    for rule in RULES:
+        model, optimizer = dense(**rule)
+        train(model, optimizer, joint_batches())
+        expected += [weights(model)] * 5
+    for trained in ranks:
+        for ours, theirs in zip(trained, expected, strict=True):
+            assert_close(ours, theirs)
+
+
+class Branched(Network):
+    """A :class:`Network` with a weight that only some ranks use, one that none does, and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float64)
+        self.side = nn.Linear(12, 8, dtype=torch.float64)
+        self.never = nn.Linear(12, 8, dtype=torch.float64)
+        self.convolution = nn.Conv2d(1, 8, 2, dtype=torch.float64).to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor, branch: bool = False) -> torch.Tensor:
+        y = super().forward(x) + self.convolution(x.view(-1, 1, 3, 4)).mean((2, 3))
+        return y + self.side(x) if branch else y
+
+
+def branched(rank: int | None) -> dict[str, torch.Tensor]:
+    """Trained on two ranks of which the second uses the branch; ``None``: in one process with their mean loss."""
+    torch.manual_seed(0)
+    model = Branched()
+    optimizer = GrassAdamW([p for p in model.parameters()], **OPTIONS, rank=3, dim=1)
+    ddp = model if rank is None else hooked(model, optimizer, find_unused_parameters=True)
+    for x, y in joint_batches():
+        shares = zip(x.chunk(2), y.chunk(2), (False, True), strict=True)
+        losses = [(ddp(a, branch) - b).square().mean() for i, (a, b, branch) in enumerate(shares) if rank in (None, i)]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+def test_unused_parameters_and_channels_last() -> None:
+    expected = branched(None)
+    for ours in run_world(branched, 2):
+        assert_close(ours, expected)
+
+
+def sketched(rank: int | None) -> dict[str, torch.Tensor]:
+    """Refreshed by sketches; in one process the optimizer is given the norms of the joint gradient's sketch."""
+    model, optimizer = dense(selection="multinomial_norm", replacement=True, dim=1, sketch_size=5, seed=3)
+    if rank is not None:
+        train_jointly(hooked(model, optimizer, "sketch", bucket_cap_mb=TINY), optimizer, joint_batches())
+        return weights(model)
+    for batch in joint_batches():
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        for p in optimizer.param_groups[0]["params"]:
+            if refresh_due(optimizer.state.get(p, {}), optimizer.param_groups[0]):
+                generator = selection_generator(3, -p.shape[0], optimizer.state.get(p, {}).get("refreshes", 0))
+                signs = rademacher(p.shape[0], 5, generator).to(p.dtype)
+                optimizer.given_norms[p] = torch.linalg.vector_norm(p.grad.t() @ signs, dim=1)
+        optimizer.step()
+    return weights(model)
+
+
+def test_refresh_from_a_sketch() -> None:
+    expected = sketched(None)
+    for ours in run_world(sketched, 2):
+        assert_close(ours, expected)
+
+
+def compressed(rank: int) -> list[float]:
+    """The largest error of the reduced gradient, relative to its largest element, in a step between refreshes."""
+    errors = []
+    model, optimizer = dense(torch.float32, selection="top_r", dim=0)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(ReducedAllreduceState(optimizer), fp16_compress_wrapper(reduced_allreduce_hook))
+    first, second = joint_batches(2, torch.float32)
+    train_jointly(ddp, optimizer, [first])
+    joint = copy.deepcopy(model)
+    optimizer.zero_grad()
+    loss_of(ddp, share(second)).backward()
+    loss_of(joint, second).backward()
+    for p, q in zip(model.parameters(), joint.parameters(), strict=True):
+        expected = q.grad
+        if p.ndim == 2:
+            rows = optimizer.state[p]["indices"]
+            expected = torch.zeros_like(q).index_copy(0, rows, q.grad[rows])
+            assert p.grad.count_nonzero() <= rows.numel() * p.shape[1]
+        errors.append(float((p.grad - expected).abs().max() / expected.abs().max()))
+    return errors
+
+
+def test_composes_with_compression() -> None:
+    for errors in run_world(compressed, 2):
+        assert 2**-16 < max(errors) < 2**-9  # two roundings to 11 bits and the sum
+
+
+def bytes_per_step(rank: int) -> list[dict[str, int]]:
+    """Of DDP's own all-reduce, then steps of a refresh and ordinary ones with full and sketched refreshes."""
+    counted = []
+    for refresh in (None, "full", "sketch"):
+        model, optimizer = dense(torch.float32, rank=0.25, dim=1, sketch_size=2)
+        ddp = DistributedDataParallel(model) if refresh is None else hooked(model, optimizer, refresh)
+        train_jointly(ddp, optimizer, joint_batches(2, torch.float32))  # after the first DDP rebuilds its buckets
+        optimizer.state.clear()
+        for batch in joint_batches(2, torch.float32):
+            optimizer.zero_grad()
+            with recorded_traffic() as counts:
+                loss_of(ddp, share(batch)).backward()
+            optimizer.step()
+            counted.append(dict(counts))
+    return counted
+
+
+def test_bytes_on_the_wire() -> None:
+    plain = 20 + 20 + 20 + 16  # biases and the norm
+    everything = 12 * 20 + 20 * 16 + 16 * 8 + plain
+    rows = 3 * 20 + 5 * 16 + 4 * 8 + plain
+    sketches = 2 * (12 + 20 + 16)
+    for counted in run_world(bytes_per_step, 2):
+        elements = [counts.pop("all_reduce") // 4 for counts in counted]
+        assert not any(counted)
+        assert elements == [everything, everything, everything, rows, sketches + rows, rows]
+
+
+def test_state_is_checked() -> None:
+    _, optimizer = dense()
+    with pytest.raises(ValueError, match=r"refresh='half'.*'full' or 'sketch'"):
+        ReducedAllreduceState(optimizer, refresh="half")

@@ -1,0 +1,97 @@
+"""Run a function in several processes joined by gloo; errors come back as values, a hang ends in seconds.
+
+The processes are forked from a server that has imported everything once, so that a world costs a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "grass.distributed", "transformers", __name__]
+)
+HANG = "no answer in time"
+
+
+@dataclass
+class Outcome:
+    """What one rank returned, or how it failed."""
+
+    value: Any = None
+    error: str | None = None
+
+
+def run_world(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """``body(rank, *args)`` on every rank: what each returned. Fails if any rank does."""
+    outcomes = attempt_world(body, size, *args, timeout=timeout)
+    failed = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
+    assert not failed, "\n".join(f"rank {rank}: {error}" for rank, error in failed.items())
+    return [outcome.value for outcome in outcomes]
+
+
+def attempt_world(
+    body: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0, patience: float = 15.0
+) -> list[Outcome]:
+    """As :func:`run_world`, with errors returned. ``patience`` is how long a rank waits for another, in seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(size):
+            ours, theirs = CONTEXT.Pipe(duplex=False)
+            settings = rank, size, Path(folder) / "store", patience, theirs
+            processes.append(CONTEXT.Process(target=_member, args=(body, settings, args), daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        outcomes = _collect(pipes, time.monotonic() + timeout)
+        for process in processes:
+            process.kill()
+            process.join()
+        return outcomes
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Outcome]:
+    outcomes = [Outcome(error=HANG) for _ in pipes]
+    pending = dict(zip(pipes, outcomes, strict=True))
+    while pending and time.monotonic() < deadline:
+        for pipe in wait(list(pending), timeout=max(0.0, deadline - time.monotonic())):
+            outcome = pending.pop(pipe)
+            try:
+                outcome.value, outcome.error = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=True)
+            except EOFError:
+                outcome.error = "died"
+    return outcomes
+
+
+def _member(body: Callable[..., Any], settings: tuple[int, int, Path, float, Connection], args: tuple) -> None:
+    rank, size, store, patience, pipe = settings
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=patience)
+        )
+        result = body(rank, *args), None
+    except BaseException:
+        result = None, traceback.format_exc()
+    answer = io.BytesIO()
+    torch.save(result, answer)
+    pipe.send_bytes(answer.getvalue())
+    pipe.close()
+    sys.stdout.flush()
+    os._exit(0)  # past destructors that would wait for a rank that failed

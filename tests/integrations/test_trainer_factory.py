@@ -1,0 +1,215 @@
+"""What the factory makes of ``TrainingArguments``, keywords and model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import grass
+from grass.layers import CompactLayer
+from tests.integrations.runs import MODES, Build, arguments, trainer
+
+transformers = pytest.importorskip("transformers")
+from grass.integrations.transformers import GrassFactory, GrassTrainer  # noqa: E402
+
+
+class Norms(nn.Module):
+    """Parameters that Trainer lets decay, and those that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.down = nn.Linear(16, 8, bias=False)
+        self.bias_gate = nn.Linear(8, 8, bias=False)
+
+
+def names(optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    return [sorted(group["param_names"]) for group in optimizer.param_groups]
+
+
+def projected(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    """Names of the layers whose rows are selected."""
+    if any(isinstance(module, CompactLayer) for module in model.modules()):
+        return {name for name, module in model.named_modules() if isinstance(module, CompactLayer)}
+    groups = [group["param_names"] for group in optimizer.param_groups if group["rank"] is not None]
+    return {name.removesuffix(".weight") for group in groups for name in group}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_values_of_the_arguments(tmp_path: Path, mode: str) -> None:
+    args = arguments(tmp_path, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, seed=5)
+    optimizer = GrassFactory()(Norms(), args=args, **MODES[mode])
+    assert type(optimizer) is grass.GrassAdamW
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"], group["seed"]) == (1e-2, (0.8, 0.95), 1e-6, 5)
+        assert group["update_interval"] == 2
+
+
+def test_keywords_win(tmp_path: Path) -> None:
+    args = arguments(tmp_path, optim_target_modules=["down"])
+    model = Norms()
+    chosen = {"lr": 3e-4, "betas": (0.5, 0.6), "eps": 1e-5, "weight_decay": 0.3, "seed": 9, "targets": ["up"]}
+    optimizer = GrassFactory()(model, args=args, rank=2, **chosen)
+    group = optimizer.param_groups[0]
+    assert {key: group[key] for key in chosen if key != "targets"} | {"targets": ["up"]} == chosen
+    assert projected(model, optimizer) == {"up"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_exclude(mode: str) -> None:
+    model = Norms()
+    assert projected(model, GrassFactory()(model, exclude=["bias_gate", "up"], **MODES[mode])) == {"down"}
+
+
+def test_without_arguments() -> None:
+    optimizer = GrassFactory()(Norms(), rank=2)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert optimizer.param_groups[0]["weight_decay"] == 1e-2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_decays(tmp_path: Path, mode: str) -> None:
+    """As under Trainer's own optimizer: weights and active rows, but no norms, biases or what is called so."""
+    args, model = arguments(tmp_path), Norms()
+    plain = transformers.Trainer(model, args)
+    expected = {n: g["weight_decay"] for g in named_groups(plain.create_optimizer(), model) for n in g["names"]}
+    optimizer = GrassFactory()(model, args=args, **MODES[mode])
+    decay = {n: group["weight_decay"] for group in optimizer.param_groups for n in group["param_names"]}
+    assert {name.replace(".active", ".weight"): value for name, value in decay.items()} == expected
+    assert decay["norm.weight"] == decay["up.bias"] == 0
+    assert set(decay.values()) == {0.0, 0.1}
+
+
+def named_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict[str, Any]]:
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    return [{**group, "names": [name_of[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("wanted", "layers"),
+    [
+        (None, "attention mlp"),
+        ("all-linear", "attention mlp"),
+        ("all_linear", "attention mlp"),
+        (["attn", "mlp"], "attention mlp"),
+        (["self_attn"], "attention"),
+        ([r".*\.mlp\..*"], "mlp"),
+        (r".*\.layers\.\d+\.mlp\..*", "mlp"),
+        (["down_proj"], "down"),
+    ],
+    ids=str,
+)
+def test_target_modules(tiny_llama: Build, tmp_path: Path, mode: str, wanted: Any, layers: str) -> None:
+    """As Trainer reads them for GaLore: any part of a name, or a regular expression for the whole of it."""
+    model = tiny_llama()
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    parts = {"attention": "self_attn", "mlp": "mlp", "down": "down_proj"}
+    expected = {name for name in linear if any(parts[part] in name for part in layers.split())}
+    optimizer = GrassFactory()(model, args=arguments(tmp_path, optim_target_modules=wanted), **MODES[mode])
+    assert projected(model, optimizer) == expected
+
+
+def test_target_modules_that_match_nothing(tiny_llama: Build, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"targets=\['nothing'\].*match no linear layer"):
+        GrassFactory()(tiny_llama(), args=arguments(tmp_path, optim_target_modules=["nothing"]), rank=4)
+
+
+def test_conversion(tiny_llama: Build) -> None:
+    """Rank, dim, precision and seed reach the conversion; a model converted before is taken as it is."""
+    model = tiny_llama().to(torch.bfloat16)
+    optimizer = GrassFactory()(model, rank=4, dim=0, dtype=torch.float32, seed=3)
+    layer = model.model.layers[0].mlp.up_proj
+    assert (layer.dim, layer.active.dtype, layer.active.shape) == (0, torch.float32, (4, 32))
+    expected = tiny_llama()
+    grass.compact(expected, rank=4, dim=0, seed=3)
+    assert torch.equal(layer.selected, expected.model.layers[0].mlp.up_proj.selected)
+    again = GrassFactory()(model)
+    assert names(again) == names(optimizer)
+    assert again.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "converted", "message"),
+    [
+        ({"mode": "sparse", "rank": 4}, False, "Invalid mode='sparse'"),
+        ({"mode": "dense"}, False, "mode='dense' takes a rank"),
+        ({"mode": "dense", "rank": 4}, True, "plain model"),
+        ({}, False, "give a rank"),
+        ({"rank": 4, "update_interval": 0}, False, "Invalid update_interval=0"),
+        ({"rank": 0}, False, "Invalid rank=0"),
+        ({"rank": 2}, True, "converted with rank=4"),
+        ({"rank": 4, "weights": "int8"}, False, "int8 codes"),
+        ({"rank": 4, "targets": ["nothing"]}, False, "match no linear layer"),
+    ],
+    ids=str,
+)
+def test_errors(keywords: dict[str, Any], converted: bool, message: str) -> None:
+    model = Norms()
+    if converted:
+        grass.compact(model, rank=4)
+    with pytest.raises(ValueError, match=message):
+        GrassFactory()(model, **keywords)
+
+
+def test_unknown_keyword() -> None:
+    with pytest.raises(TypeError, match="rnak"):
+        GrassFactory()(Norms(), rank=4, rnak=4)
+
+
+def test_a_wrapped_model_is_too_late(single_process_group: None) -> None:
+    with pytest.raises(RuntimeError, match="Too late to convert: DistributedDataParallel"):
+        GrassFactory()(nn.parallel.DistributedDataParallel(Norms()), rank=4)
+    sharded = torch.distributed.fsdp.fully_shard(Norms())
+    with pytest.raises(RuntimeError, match="Too late to convert: FSDPNorms"):
+        GrassFactory()(sharded, rank=4)
+
+
+@pytest.fixture
+def single_process_group(tmp_path: Path):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_two_optimizers(tiny_llama: Build, tmp_path: Path) -> None:
+    model, args = tiny_llama(), arguments(tmp_path)
+    for given in (
+        {"optimizers": (torch.optim.SGD(model.parameters(), lr=1.0), None)},
+        {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1.0})},
+    ):
+        with pytest.raises(ValueError, match="chooses the optimizer"):
+            GrassTrainer(model, args, grass={"rank": 4}, **given)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_mixin_factory_and_plain_loop_are_one(tiny_llama: Build, tmp_path: Path, mode: str) -> None:
+    """The mixin is the factory under plain Trainer, and both are ``GrassAdamW`` in a loop of one's own."""
+    runs = []
+    args = arguments(tmp_path, lr_scheduler_type="constant", warmup_steps=0, train_sampling_strategy="sequential")
+    mixed = trainer(tiny_llama(), args, mode)
+    dataset = mixed.train_dataset
+    keywords = {"args": args, **MODES[mode]}
+    plain = transformers.Trainer(
+        tiny_llama(), args, train_dataset=dataset, optimizer_cls_and_kwargs=(GrassFactory, keywords)
+    )
+    for each in (mixed, plain):
+        each.train()
+        runs.append(each.model.state_dict())
+    model = tiny_llama()
+    optimizer = GrassFactory()(model, **keywords)
+    for step in range(6):
+        batch = {key: torch.stack([row[key] for row in dataset[2 * step : 2 * step + 2]]) for key in dataset[0]}
+        model(**batch).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        optimizer.step()
+        model.zero_grad()
+    runs.append(model.state_dict())
+    for name, value in runs[0].items():
+        assert torch.equal(value, runs[1][name]), name
+        torch.testing.assert_close(value, runs[2][name], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,45 @@
+"""``scripts/gpu_suite.sh`` is complete and runs: every benchmark, tiny, in the interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KERNELS = ["gather_rows", "scatter_add_rows", "row_norms", "compact_adamw", "compact_grad", "row_sketch"]
+
+
+@pytest.mark.slow
+def test_smoke(tmp_path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON", "GRASS"))}
+    environment |= {"OUT": str(tmp_path), "PYTHON": sys.executable, "GRASS_COMMIT": "abc"}
+    command = ["bash", str(ROOT / "scripts/gpu_suite.sh"), "--smoke"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert {path.stem for path in tmp_path.glob("*.csv")} == {*KERNELS, "train_step"}
+    for path in tmp_path.glob("*.csv"):
+        rows = pd.read_csv(path)
+        assert rows[["gpu", "torch", "triton", "commit"]].notna().all(axis=None)
+        assert (rows.commit == "abc").all()
+        if path.stem in KERNELS:
+            assert (rows.of_ceiling > 0).all()
+
+
+def test_every_kernel_has_its_benchmark() -> None:
+    nouns = {path.stem for path in (ROOT / "triton_kernels").glob("*.py")}
+    assert set(KERNELS) == nouns - {"__init__", "dispatch", "language", "random_bits"}
+    for noun in KERNELS:
+        assert (ROOT / f"scripts/bench/kernels/{noun}.py").exists()
+        assert (ROOT / f"tests/kernels/test_{noun}.py").exists()
+
+
+@pytest.mark.parametrize("script", ["kernels/row_norms.py", "gpu_train_step.py"])
+def test_says_that_there_is_no_gpu(script) -> None:
+    command = [sys.executable, str(ROOT / "scripts/bench" / script)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 1
+    assert "needs a CUDA GPU, or --smoke" in result.stderr

@@ -1,0 +1,33 @@
+"""Shapes that tests plan for."""
+
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from grass.memory import Architecture
+from grass.training.models import llama_config
+
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 8000,
+    "use_cache": False,
+}
+KINDS = {
+    "llama-tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "llama-biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "mistral": MistralConfig(**SMALL, sliding_window=None),
+    "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**SMALL, head_dim=64, attention_bias=True),
+}
+
+
+def llama(size: str, layers: int | None = None) -> PretrainedConfig:
+    config = llama_config(size, vocab_size=32_000, max_seq_len=2048)
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    return config
+
+
+LLAMA_13B = Architecture.from_config(llama("13b"))
+LLAMA_7B = Architecture.from_config(llama("7b"))

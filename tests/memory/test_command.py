@@ -1,0 +1,81 @@
+"""The command line: what it prints, and what it refuses."""
+
+import importlib.metadata
+import json
+import re
+import runpy
+import sys
+
+import pytest
+
+from grass.memory.__main__ import main
+from tests.memory.architectures import KINDS
+
+METHODS = ["AdamW", "8-bit AdamW", "LoRA", "GaLore", "Grass", "Grass int8"]
+SHOWN = ["--model", "13b", "--rank", "256", "--seq", "2048", "--batch", "1", "--gpu", "40GB"]
+
+
+def table(capsys, *arguments):
+    """Rows of the printed table by their labels."""
+    main(arguments)
+    lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    return {line[0]: line[1:] for line in lines if len(line) == len(METHODS) + 1}
+
+
+def test_the_commands_own_example(capsys):
+    rows = table(capsys, *SHOWN)
+    assert rows["fits 40.00 GB"] == ["no", "no", "no", "no", "yes", "yes"]
+    assert rows["weights"] == ["26.03"] * 5 + ["13.35"]
+    assert rows["total"][4] == "38.39"
+    labels = "active rows, adapters|gradients|moments|activations, checkpointed|logits and loss|workspace|bank on host"
+    assert set(labels.split("|")) < rows.keys()
+    assert any(label.startswith("allocator slack") for label in rows)
+    assert int(rows["largest rank"][4]) >= 256
+    assert rows["largest rank"][:2] == ["-", "-"]
+
+
+def test_options_reach_the_plan(capsys):
+    plain = table(capsys, *SHOWN)
+    other = table(capsys, *SHOWN, "--no-checkpointing", "--chunked-loss", "0", "--moments", "8bit", "--policy", "bank")
+    assert other["activations, all saved"] == plain["(activations, all saved)"]
+    assert float(other["moments"][4]) < float(plain["moments"][4])
+    assert float(other["bank on host"][4]) > 100
+    assert other["fits 40.00 GB"] == ["no"] * 5 + ["yes"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_configuration_file(capsys, tmp_path, kind):
+    KINDS[kind].save_pretrained(tmp_path)
+    by_directory = table(capsys, "--model", str(tmp_path), "--rank", "32")
+    assert by_directory == table(capsys, "--model", str(tmp_path / "config.json"), "--rank", "32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "40"], "Invalid size '40': must be a number with one of the units GB, GiB"),
+        (["--rank", "9999"], "rank=9999: must be at most 5120"),
+        (["--batch", "0"], "batch_size=0: must be >= 1"),
+        (["--policy", "forget"], "invalid choice: 'forget'"),
+        (["--model", "{tmp}/missing.json"], "not one of 1m, 9m"),
+        (["--model", "{tmp}/gpt2.json"], "model_type='gpt2'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refusals(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "gpt2.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(SystemExit) as exit_:
+        main(["--model", "13b", *(a.format(tmp=tmp_path) for a in arguments)])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_both_ways_to_call_it(capsys, monkeypatch):
+    (script,) = [e for e in importlib.metadata.entry_points(group="console_scripts") if e.name == "grass-memory"]
+    script.load()(SHOWN)
+    printed = capsys.readouterr().out
+    monkeypatch.delitem(sys.modules, "grass.memory.__main__")  # which runpy would warn of
+    monkeypatch.setattr(sys, "argv", ["grass-memory", *SHOWN])
+    runpy.run_module("grass.memory", run_name="__main__")
+    assert capsys.readouterr().out == printed

@@ -1,0 +1,112 @@
+"""What plans promise: 13B on one GPU, and the order of things that any true plan has."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig, MistralConfig
+
+from grass.memory import METHODS, Architecture, Setting, parse_bytes, plan
+from grass.memory.fits import Largest, largest_that_fit
+from tests.memory.architectures import KINDS, LLAMA_7B, LLAMA_13B, llama
+
+
+def test_13b_fits_40_gb_with_float32_active_rows_and_moments():
+    setting = Setting(rank=256, seq_len=2048, active_dtype=torch.float32, moments="float32", policy="keep")
+    assert plan("Grass", LLAMA_13B, setting).total <= parse_bytes("40GB")
+    others = ("AdamW", "8-bit AdamW", "GaLore", "LoRA")
+    assert all(plan(method, LLAMA_13B, setting).total > parse_bytes("40GB") for method in others)
+
+
+def test_13b_fits_24_gb_in_8_bits():
+    setting = Setting(rank=256, seq_len=2048, active_dtype=torch.float32, moments="8bit", policy="keep")
+    assert plan("Grass int8", LLAMA_13B, setting).total <= parse_bytes("24GB")
+    assert plan("Grass", LLAMA_13B, setting).total > parse_bytes("24GB")
+
+
+def test_7b_fits_24_gb_and_in_8_bits_12_gb():
+    assert plan("Grass", LLAMA_7B, Setting(rank=256, policy="keep")).total <= parse_bytes("24GB")
+    assert plan("Grass int8", LLAMA_7B, Setting(rank=128, policy="keep", moments="8bit")).total <= parse_bytes("12GB")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "more",
+    [{"rank": 512}, {"batch_size": 2}, {"seq_len": 4096}, {"checkpointing": False}],
+    ids=lambda more: "-".join(more),
+)
+def test_more_of_anything_never_takes_less(method, more):
+    for checkpointing in (True, False):
+        setting = Setting(checkpointing=checkpointing)
+        for model in (LLAMA_13B, Architecture.from_config(llama("60m"))):
+            larger = dataclasses.replace(setting, **more)
+            assert plan(method, model, larger).peak >= plan(method, model, setting).peak
+
+
+def test_weights_gradients_and_moments_of_adamw_are_those_of_every_parameter():
+    for config in KINDS.values():
+        model = Architecture.from_config(config)
+        adamw = plan("AdamW", model, Setting(rank=8))
+        assert adamw.weights == adamw.gradients == adamw.moments / 2 == 2 * model.parameters
+
+
+def test_the_bank_holds_all_moments_and_is_not_on_the_device():
+    bank, keep = (plan("Grass", LLAMA_7B, Setting(policy=policy)) for policy in ("bank", "keep"))
+    assert (keep.bank, bank.peak) == (0, keep.peak)
+    elements = LLAMA_7B.layers * LLAMA_7B.layer_matrix
+    assert bank.bank == pytest.approx(2 * 4 * elements, rel=0.001)
+    halved = plan("Grass", LLAMA_7B, Setting(policy="bank", bank_dtype=torch.bfloat16)).bank
+    assert halved == pytest.approx(bank.bank / 2, rel=0.001)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_largest_that_fits_fits_and_the_next_does_not(method):
+    model, setting, gpu = Architecture.from_config(llama("1b")), Setting(rank=128), parse_bytes("18GB")
+    found = largest_that_fit(method, model, setting, gpu)
+
+    def total(**changes):
+        return plan(method, model, dataclasses.replace(setting, **changes)).total
+
+    assert total(batch_size=found.batch_size) <= gpu < total(batch_size=found.batch_size + 1)
+    assert total(seq_len=found.seq_len) <= gpu < total(seq_len=found.seq_len + 128)
+    if found.rank is None:
+        assert method in ("AdamW", "8-bit AdamW")
+    else:
+        assert total(rank=found.rank) <= gpu
+        assert found.rank == 2048 or total(rank=found.rank + 8) > gpu
+
+
+def test_nothing_fits_next_to_nothing():
+    assert largest_that_fit("Grass", LLAMA_13B, Setting(), parse_bytes("2GB")) == Largest(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 0}, "rank=0"),
+        ({"rank": 1.5}, "rank=1.5"),
+        ({"rank": None}, "rank=None"),
+        ({"dim": 2}, "dim=2"),
+        ({"policy": "forget"}, "state_policy='forget'"),
+        ({"moments": "int4"}, "moments='int4': must be one of float32, bfloat16, 8bit"),
+        ({"batch_size": 0}, "batch_size=0: must be >= 1"),
+        ({"seq_len": 0}, "seq_len=0: must be >= 1"),
+        ({"chunk_tokens": -1}, "chunk_tokens=-1: must be >= 0"),
+        ({"slack": -0.1}, "slack=-0.1: must be >= 0"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_impossible_settings(change, message):
+    with pytest.raises(ValueError, match=message):
+        Setting(**change)
+
+
+def test_models_without_a_plan():
+    with pytest.raises(ValueError, match=r"model_type='gpt2'.*must be one of \('llama'"):
+        Architecture.from_config(GPT2Config())
+    with pytest.raises(ValueError, match=r"rank=4096: must be at most 1024 .* dim=0"):  # grouped keys are narrow
+        plan("Grass", Architecture.from_config(LlamaConfig(num_key_value_heads=8)), Setting(rank=4096, dim=0))
+    with pytest.raises(ValueError, match="seq_len=8192: beyond the sliding window of 4096"):
+        plan("Grass", Architecture.from_config(MistralConfig(sliding_window=4096)), Setting(seq_len=8192))
+    with pytest.raises(ValueError, match="Unknown method 'SGD'; available: AdamW"):
+        plan("SGD", LLAMA_7B, Setting())

@@ -1,0 +1,70 @@
+"""The closed form against torch's memory tracker on fake tensors of full size."""
+
+import copy
+
+import pytest
+import torch
+
+from grass.memory import METHODS, Architecture, Setting
+from grass.memory.planner import peaks, plan
+from grass.training.memory_tracking import track
+from tests.memory.architectures import KINDS, llama
+
+WHOLE = {"checkpointing": False, "chunk_tokens": 0}
+CASES = [
+    pytest.param("Grass", llama("60m"), {"rank": 64}, id="60m"),
+    pytest.param("Grass", llama("60m"), {"rank": 64, **WHOLE}, id="60m-whole"),
+    pytest.param("Grass", llama("60m", 3), {"rank": 64, "dim": 0, "policy": "keep"}, id="60m-dim0-keep"),
+    pytest.param("Grass", llama("60m", 3), {"rank": 0.25, "active_dtype": torch.bfloat16}, id="60m-bf16-rows"),
+    pytest.param("Grass", llama("60m", 3), {"rank": 64, "dtype": torch.float32, "batch_size": 3}, id="60m-fp32"),
+    pytest.param("AdamW", llama("60m"), {**WHOLE, "chunk_tokens": 1000}, id="60m-adamw"),
+    pytest.param("Grass", llama("350m", 3), {"checkpointing": False}, id="350m-wide"),
+    pytest.param("Grass", llama("1b", 3), {}, id="1b-wide"),
+    pytest.param("Grass", llama("13b", 4), {}, id="13b-wide"),
+    pytest.param("Grass", llama("13b", 3), {**WHOLE, "seq_len": 4096}, id="13b-wide-whole"),
+    pytest.param("AdamW", llama("13b", 3), {}, id="13b-wide-adamw"),
+    pytest.param("Grass int8", llama("13b", 3), {}, id="13b-wide-int8"),
+    pytest.param("Grass int8", llama("60m", 3), {"rank": 64, "dim": 0, "policy": "keep"}, id="60m-int8-dim0-keep"),
+    *(
+        pytest.param(
+            method, KINDS[kind], {"rank": 32, "batch_size": 2, "seq_len": 256, **options}, id=f"{kind}-{method}"
+        )
+        for kind in KINDS
+        for method, options in (("Grass", {"checkpointing": False, "chunk_tokens": 128}), ("AdamW", WHOLE))
+    ),
+    *(
+        pytest.param(method, llama(size), {}, id=f"{size}-{method}-full", marks=pytest.mark.slow)
+        for size in ("350m", "1b", "7b", "13b")
+        for method in ("Grass", "Grass int8", "AdamW")
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "config", "options"), CASES)
+def test_plan_equals_what_the_tracker_counts(method, config, options):
+    setting, model = Setting(**options), Architecture.from_config(config)
+    planned, measured = plan(method, model, setting), track(method, copy.deepcopy(config), setting)
+    assert measured.weights_and_active_rows == pytest.approx(
+        planned.weights + planned.active_rows, abs=200_000
+    )  # rotary
+    assert measured.gradients == planned.gradients
+    assert measured.moments == pytest.approx(planned.moments, abs=4 * 1000)  # torch's step counts
+    ordinary = peaks(METHODS[method](model, setting), model, setting, refresh=False)
+    assert measured.peak == pytest.approx(max(ordinary.values()), rel=0.05)
+    assert planned.peak >= 0.999 * max(ordinary.values())
+
+
+REFRESHES = [
+    pytest.param(llama("60m", 3), {"rank": 64}, id="60m"),
+    pytest.param(llama("60m", 3), {"rank": 64, "checkpointing": False}, id="60m-all-saved"),
+    pytest.param(llama("60m", 3), {"rank": 64, "dim": 0, **WHOLE}, id="60m-dim0-whole"),
+    pytest.param(llama("13b", 4), {}, id="13b-wide"),
+    pytest.param(llama("13b"), {}, id="13b-full", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("config", "options"), REFRESHES)
+def test_plan_covers_steps_that_gather_a_sketch(config, options):
+    setting, model = Setting(**options), Architecture.from_config(config)
+    measured = track("Grass", copy.deepcopy(config), setting, refresh=True)
+    assert measured.peak == pytest.approx(plan("Grass", model, setting).peak, rel=0.05)

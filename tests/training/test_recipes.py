@@ -1,0 +1,71 @@
+"""Each recipe fits the GPU that its name promises, and runs."""
+
+import os
+import re
+import runpy
+import subprocess
+
+import pandas as pd
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from grass.memory import Architecture, Setting, parse_bytes, plan
+from grass.training.models import llama_config
+from tests.training.runs import PRETRAIN
+
+RECIPES = sorted((PRETRAIN.parent / "recipes").glob("pretrain_*.sh"))
+T5_VOCABULARY = 32_100
+pretrain = runpy.run_path(str(PRETRAIN))
+
+
+def flags(recipe, *arguments):
+    """What the recipe gives to scripts/pretrain.py."""
+    environment = {**os.environ, "PYTHON": "echo"}
+    done = subprocess.run([str(recipe), *arguments], env=environment, capture_output=True, text=True, check=True)
+    script, *rest = done.stdout.split()
+    assert script == "scripts/pretrain.py"
+    return rest
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_fits_the_gpu_of_its_name(recipe):
+    args = pretrain["argument_parser"]().parse_args(flags(recipe))
+    size, memory = re.fullmatch(r"pretrain_llama_(\d+b)_(\d+gb)", recipe.stem).groups()
+    assert (args.model, args.dataset, args.dtype, args.compact) == (size, "allenai/c4", "bf16", True)
+    model = Architecture.from_config(llama_config(size, vocab_size=T5_VOCABULARY, max_seq_len=args.seq_len))
+    setting = Setting(
+        rank=args.rank,
+        dim=args.dim,
+        policy=args.state_policy,
+        moments=args.moment_dtype,
+        active_dtype=getattr(torch, args.active_dtype),
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        checkpointing=args.checkpointing,
+        chunk_tokens=args.chunked_loss,
+    )
+    method = "Grass int8" if args.weights else "Grass"
+    assert plan(method, model, setting).total <= parse_bytes(memory.upper())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_smoke(recipe, tmp_path, capsys):
+    arguments = [*flags(recipe, "--smoke"), "--out", str(tmp_path), "--device", "cpu"]
+    pretrain["main"](arguments)
+    printed = capsys.readouterr().out
+    assert re.search(r"tokens/s", printed)
+    assert re.search(r"model TFLOP/s; peak memory [\d,]+ bytes", printed)
+    assert pd.read_csv(tmp_path / "metrics.csv")["loss"].notna().sum() == 4
+    assert list((tmp_path / "checkpoints").glob("step-*/manifest.json"))
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.bfloat16
+    ids = torch.randint(256, (1, 32))
+    assert 4 < model(input_ids=ids, labels=ids).loss < 8
+    pretrain["main"]([*arguments, "--resume"])
+    assert "Resumed at step 4" in capsys.readouterr().out
+
+
+def test_the_five_recipes_are_there():
+    names = {path.stem.removeprefix("pretrain_llama_") for path in RECIPES}
+    assert names == {"13b_40gb", "13b_24gb", "7b_24gb", "7b_12gb", "1b_8gb"}

@@ -1,0 +1,94 @@
+"""scripts/report.py on small logs."""
+
+import base64
+import re
+import runpy
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from grass.training.report import measures, plot, read_run, summary
+
+main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "report.py"))["main"]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two runs, the second without the last column of the first and with a name that HTML would swallow."""
+    rows = {"step": [1, 2, 3, 4], "tokens": [8, 16, 24, 32], "loss": [4.0, 3.0, 2.0, 1.0]}
+    rows |= {"eval_loss": [None, 2.5, None, 3.5], "note": ["a", "b", "c", "d"], "once": [1.0, None, None, None]}
+    first, second = tmp_path / "first", tmp_path / "<second>"
+    for path in (first, second):
+        path.mkdir()
+    pd.DataFrame({**rows, "grass_energy": [0.1, 0.2, 0.3, 0.4]}).to_csv(first / "metrics.csv", index=False)
+    pd.DataFrame(rows).to_csv(second / "metrics.csv", index=False)
+    return [first, second]
+
+
+def logs(runs):
+    return {path.name: read_run(path) for path in runs}
+
+
+def test_measures_are_the_columns_worth_a_plot(runs):
+    assert measures(logs(runs)) == ["loss", "eval_loss", "grass_energy"]
+
+
+def test_summary_has_last_and_best(runs):
+    table = summary(logs(runs))
+    assert table.loc["first"].to_dict() == {
+        "steps": 4,
+        "loss": 1.0,
+        "eval_loss": 3.5,
+        "best eval_loss": 2.5,
+        "grass_energy": 0.4,
+    }
+    assert pd.isna(table.loc["<second>", "grass_energy"])
+
+
+def test_plots_show_every_run(runs):
+    figure = plot(logs(runs), smooth=1)
+    assert [axis.get_title() for axis in figure.axes] == ["loss", "eval_loss", "grass_energy"]
+    lines = figure.axes[1].get_lines()
+    assert [line.get_label() for line in lines] == ["first", "<second>"]
+    assert lines[0].get_xydata().tolist() == [[2, 2.5], [4, 3.5]]
+    smoothed = plot(logs(runs), smooth=3).axes[0].get_lines()[0].get_ydata()
+    assert smoothed.tolist() == pd.Series([4.0, 3.0, 2.0, 1.0]).ewm(span=3).mean().tolist()
+
+
+def test_page_holds_all_it_shows(runs, tmp_path, capsys):
+    main([*map(str, runs), "--out", str(tmp_path / "new" / "report.html")])
+    assert capsys.readouterr().out.strip().endswith("report.html")
+    page = (tmp_path / "new" / "report.html").read_text()
+    image = base64.b64decode(re.search(r"base64,([^\"]+)", page)[1])
+    assert image.startswith(b"\x89PNG")
+    assert "&lt;second&gt;" in page
+    assert "<second>" not in page
+    assert "http" not in page
+
+
+def test_image_of_one_csv(runs, tmp_path):
+    main([str(runs[0] / "metrics.csv"), "--out", str(tmp_path / "report.png")])
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["nowhere"], "No log at nowhere"),
+        (["--out", "x.pdf"], "Invalid --out x.pdf: must end in .html or .png"),
+        (["--smooth", "0"], "Invalid --smooth 0.0: must be >= 1"),
+        (["no-steps.csv"], "has no column 'step' or no row; columns: loss"),
+        (["one-row.csv"], "Nothing to plot: no column of one-row.csv has two numbers"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_misuse(runs, tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    Path("no-steps.csv").write_text("loss\n1\n")
+    Path("one-row.csv").write_text("step,loss\n1,2\n")
+    given = flags if not flags[0].startswith("--") else [str(runs[0]), *flags]
+    with pytest.raises(SystemExit) as exit_:
+        main(given)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
