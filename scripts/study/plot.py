@@ -1,8 +1,8 @@
-"""Plot the learning-rate sweeps and the loss curves of a study: `lr.png` and `curves.png` beside the cells.
+"""Plot the learning-rate sweeps and the loss curves of a study: `quality_lr.png` and `quality_curves.png`.
 
     python scripts/study/plot.py
 
-The left half of ``curves.png`` is at equal tokens; in the right half every method's tokens take the time that
+The left half of ``quality_curves.png`` is at equal tokens; in the right half every method's tokens take the time that
 `speed.csv` says.
 """
 
@@ -25,12 +25,14 @@ SWEEP, FINAL = "learning rate", "seeds"
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="of grid.yaml, cells.csv and speed.csv")
-    directory = parser.parse_args(argv).directory
+    parser.add_argument("--out", type=Path, default=DIRECTORY.parents[1] / "docs" / "images", help="where plots go")
+    args = parser.parse_args(argv)
+    directory = args.directory
     mpl.use("Agg")
     rows, speed = read_cells(directory / "cells.csv"), pd.read_csv(directory / "speed.csv", index_col="method")
     grid = load_grid(directory / "grid.yaml")
-    plot_sweeps(study_rows(grid.study(SWEEP), rows), directory / "lr.png")
-    plot_curves(study_rows(grid.study(FINAL), rows), speed, directory / "curves.png")
+    plot_sweeps(study_rows(grid.study(SWEEP), rows), args.out / "quality_lr.png")
+    plot_curves(study_rows(grid.study(FINAL), rows), speed, args.out / "quality_curves.png")
 
 
 def plot_sweeps(cells: pd.DataFrame, path: Path) -> None:

@@ -33,9 +33,9 @@ def test_step_time_has_its_share_of_a_refresh(method, settings, seconds):
 
 
 def test_figures_are_drawn(directory):
-    plot.main(["--directory", str(directory)])
-    assert (directory / "lr.png").stat().st_size > 10_000
-    assert (directory / "curves.png").stat().st_size > 10_000
+    plot.main(["--directory", str(directory), "--out", str(directory)])
+    assert (directory / "quality_lr.png").stat().st_size > 10_000
+    assert (directory / "quality_curves.png").stat().st_size > 10_000
 
 
 def test_every_study_has_its_table(directory, capsys):
