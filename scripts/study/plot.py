@@ -62,11 +62,11 @@ def plot_curves(cells: pd.DataFrame, speed: pd.DataFrame, path: Path) -> None:
         by_tokens.plot([fraction * tokens / 1e6 for fraction in done], losses, "o-", label=label)
         seconds = steps * step_seconds(method, settings, speed)
         by_time.plot([fraction * seconds for fraction in done], losses, "o-", label=label)
-    by_tokens.set(xlabel="million tokens", ylabel="held-out loss, nats per byte", yscale="log")
+    by_tokens.set(xlabel="million tokens", ylabel="held-out loss, nats per byte")
     by_time.set(xlabel="seconds of measured step time")
     by_tokens.legend()
     for axes in (by_tokens, by_time):
-        axes.grid(alpha=0.3, which="both")
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
 
