@@ -8,7 +8,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.test lint docs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 docs: $(VENV)/.test
 	$(BIN)/sphinx-build -q --fail-on-warning --keep-going --builder html docs build/docs
