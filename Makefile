@@ -27,7 +27,7 @@ $(VENV)/.demo: setup.cfg constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: setup.cfg constraints.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[hf,finetune,docs,bench,test]
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[hf,finetune,docs,bench,trl,lightning,test]
 	touch $@
 
 clean:
