@@ -8,7 +8,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.test lint docs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 docs: $(VENV)/.test
 	$(BIN)/sphinx-build -q --fail-on-warning --keep-going --builder html docs build/docs
@@ -27,7 +27,7 @@ $(VENV)/.demo: setup.cfg constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: setup.cfg constraints.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[hf,finetune,docs,bench,test]
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[hf,finetune,docs,bench,trl,lightning,test]
 	touch $@
 
 clean:

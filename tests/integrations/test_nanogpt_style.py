@@ -21,10 +21,10 @@ def run(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, iters: int) -> None:
 
 def test_learns_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     whole, stopped = tmp_path / "whole.pt", tmp_path / "stopped.pt"
-    run(monkeypatch, whole, 12)
+    run(monkeypatch, whole, 7)
     report = capsys.readouterr().out
-    assert float(report.split()[-1]) < 4.5, "less than a uniform guess's 5.5"
-    run(monkeypatch, stopped, 9)
-    run(monkeypatch, stopped, 12)
+    assert float(report.split()[-1]) < 5.3, "less than a uniform guess's 5.5"
+    run(monkeypatch, stopped, 4)
+    run(monkeypatch, stopped, 7)
     assert capsys.readouterr().out.splitlines()[-1] == report.splitlines()[-1]
     assert_same(*(torch.load(path, weights_only=True) for path in (stopped, whole)))

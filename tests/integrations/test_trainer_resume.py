@@ -19,7 +19,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "max_grad_norm": {"max_grad_norm": 0.1},
     "bf16": {"bf16": True},
     "gradient_checkpointing": {"gradient_checkpointing": True},
-    "torch_compile": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
     "torch_compile, inductor": {"torch_compile": True},
 }
 LONG = {("dense", "torch_compile"), ("compact", "torch_compile, inductor")}
