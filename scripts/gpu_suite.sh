@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command and under ten minutes on an H200:
 #
-#     scripts/gpu_suite.sh            # all tests marked `gpu`, all kernel benchmarks, 1b training steps
+#     scripts/gpu_suite.sh            # all tests marked `gpu`, all kernel benchmarks, 1b training steps, 13b in 24 GB
 #     scripts/gpu_suite.sh --smoke    # the same scripts, tiny, in Triton's interpreter on the CPU
 #
 # CSVs go to ${OUT:-benchmarks/gpu}, each with GPU, torch, triton and commit. Needs a Python ($PYTHON, python3) with torch,
@@ -42,6 +42,7 @@ for kernel in gather_rows scatter_add_rows row_norms compact_adamw compact_grad 
     run "$kernel" 120 "$python" "scripts/bench/kernels/$kernel.py" --out "$out" ${smoke[@]+"${smoke[@]}"}
 done
 run train_step 240 "$python" scripts/bench/gpu_train_step.py --out "$out" ${smoke[@]+"${smoke[@]}"}
+run capped_training 300 "$python" scripts/bench/capped_training.py --out "$out" ${smoke[@]+"${smoke[@]}"}
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}"

@@ -25,6 +25,8 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("Grass", {}, False),
     ("Grass", {}, True),
     ("Grass", {"checkpointing": False, "chunk_tokens": 0}, False),
+    ("Grass int8", {"moments": "8bit", "policy": "keep"}, False),
+    ("Grass int8", {"moments": "8bit", "policy": "keep"}, True),
     ("AdamW", {}, False),
 ]
 """Method, what differs from checkpointed layers and a chunked loss, and whether the step gathers a sketch."""
@@ -45,6 +47,7 @@ def row(size: str, method: str, setting: Setting, refresh: bool) -> dict[str, ob
         "seq_len": setting.seq_len,
         "checkpointing": setting.checkpointing,
         "chunk_tokens": setting.chunk_tokens,
+        "policy": setting.policy,
         "moments": setting.moments,
         "refresh": refresh,
         **{f"{name}_gb": value / 1e9 for name, value in measured._asdict().items()},

@@ -19,7 +19,7 @@ def test_smoke(tmp_path) -> None:
     command = ["bash", str(ROOT / "scripts/gpu_suite.sh"), "--smoke"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert {path.stem for path in tmp_path.glob("*.csv")} == {*KERNELS, "train_step"}
+    assert {path.stem for path in tmp_path.glob("*.csv")} == {*KERNELS, "train_step", "capped_training"}
     for path in tmp_path.glob("*.csv"):
         rows = pd.read_csv(path)
         assert rows[["gpu", "torch", "triton", "commit"]].notna().all(axis=None)

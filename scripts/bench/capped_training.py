@@ -1,0 +1,163 @@
+"""LLaMA 13B and 7B training within a capped part of a GPU's memory: 20 steps with a refresh inside and falling loss.
+
+    python scripts/bench/capped_training.py --out benchmarks/gpu      # 13B in 40 and 24 GB, 7B in 24 and 12 GB
+    python scripts/bench/capped_training.py --smoke                   # the same with a tiny model on the CPU, no cap
+
+``torch.cuda.set_per_process_memory_fraction`` makes every allocation beyond the cap fail as on a smaller card; GB are
+10^9 bytes. The CSV puts the peak beside the planner's. A loss that does not fall, or a peak that is more than 5% off
+the plan, ends with an error. Tokens are the bytes of the Python standard library under a vocabulary of 32,000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read when torch is imported
+
+import pandas as pd
+import torch
+
+sys.path.append(str(Path(__file__).parent / "kernels"))
+from harness import machine
+
+from grass.memory import Architecture, Setting, parse_bytes, plan
+from grass.training.data import Batches, DataConfig, load_data
+from grass.training.models import build_llama, llama_config
+from grass.training.optimizers import OptimizerConfig, build_optimizer, convert
+
+STEPS, REFRESH_EVERY, TOLERANCE = 20, 8, 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the memory that it is to train in, and how."""
+
+    model: str
+    cap: str
+    rank: int
+    weights: str | None = None
+    moments: str = "float32"
+
+
+CASES = {
+    "13b_40gb": Case("13b", "40GB", 256),
+    "13b_24gb": Case("13b", "24GB", 256, "int8", "8bit"),
+    "7b_24gb": Case("7b", "24GB", 256),
+    "7b_12gb": Case("7b", "12GB", 128, "int8", "8bit"),
+}
+
+
+def run(case: Case, seq_len: int, device: str) -> dict[str, object]:
+    """Train 20 steps under the cap; what came of it."""
+    cap, cuda = parse_bytes(case.cap), device == "cuda"
+    if cuda:
+        torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(0).total_memory)
+        torch.cuda.reset_peak_memory_stats()
+    batches = load_data(DataConfig(batch_size=1, seq_len=seq_len)).train
+    setting = Setting(rank=case.rank, seq_len=seq_len, policy="keep", moments=case.moments)
+    config = llama_config(case.model, vocab_size=32_000, max_seq_len=seq_len)
+    begin = time.perf_counter()
+    losses = train(case, config, setting, batches, device)
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    planned = plan("Grass int8" if case.weights else "Grass", Architecture.from_config(config), setting)
+    return {
+        **vars(case),
+        "seq_len": seq_len,
+        "steps": len(losses),
+        "refreshes": STEPS // REFRESH_EVERY,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "seconds": time.perf_counter() - begin,
+        "peak_bytes": peak,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if cuda else 0,
+        "planned_peak_bytes": planned.peak,
+        "planned_total_bytes": planned.total,
+        "peak_over_planned": peak / planned.peak,
+    }
+
+
+def train(case: Case, config: object, setting: Setting, batches: Batches, device: str) -> list[float]:
+    """The losses of the steps, of the model that the recipes train."""
+    options = OptimizerConfig(
+        lr=1e-3,
+        rank=case.rank,
+        dim=setting.dim,
+        compact=True,
+        active_dtype="float32",
+        weights=case.weights,
+        moment_dtype=case.moments,
+        state_policy=setting.policy,
+        selection="multinomial_norm",
+        update_interval=REFRESH_EVERY,
+    )
+    model = build_llama(
+        config,
+        dtype=setting.dtype,
+        device=device,
+        checkpointing=setting.checkpointing,
+        chunk_tokens=setting.chunk_tokens,
+        convert=partial(convert, config=options) if case.weights else None,
+    )
+    model.train()
+    optimizer = build_optimizer(model, options)
+    losses = []
+    for _ in range(STEPS):
+        batch = next(batches).to(device)
+        targets = batch[:, 1:].contiguous()
+        loss = model(input_ids=batch[:, :-1], labels=targets, shift_labels=targets).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    refreshed = {state["refreshes"] for state in optimizer.state.values() if "indices" in state}
+    assert refreshed == {1 + STEPS // REFRESH_EVERY}, f"{refreshed} selections instead of {1 + STEPS // REFRESH_EVERY}"
+    return losses
+
+
+def complaints(row: dict[str, object], cuda: bool) -> list[str]:
+    """What is not as it should be."""
+    found = []
+    if not row["last_loss"] < row["first_loss"]:
+        found.append(f"the loss went from {row['first_loss']:.3f} to {row['last_loss']:.3f}")
+    if cuda and abs(row["peak_over_planned"] - 1) > TOLERANCE:
+        found.append(f"the peak is {row['peak_over_planned']:.3f} of the plan")
+    return [f"{row['model']} in {row['cap']}: {what}" for what in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu"))
+    args = parser.parse_args()
+    if not args.smoke and not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA GPU, or --smoke")
+    rows, wrong = [], []
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.cases:
+        case = CASES[name]
+        row = run(replace(case, model="1m", rank=16), 32, "cpu") if args.smoke else run(case, 2048, "cuda")
+        rows.append(row | machine())
+        wrong += complaints(row, cuda=not args.smoke)
+        print(
+            f"{name}: loss {row['first_loss']:.3f} to {row['last_loss']:.3f}, peak {row['peak_bytes']:,} bytes",
+            flush=True,
+        )
+        pd.DataFrame(rows).to_csv(args.out / "capped_training.csv", index=False, float_format="%.5g")
+        gc.collect()
+        if not args.smoke:
+            torch.cuda.empty_cache()
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
