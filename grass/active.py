@@ -57,6 +57,7 @@ def choose_rows(
     layer: CompactLayer, norms: Tensor, state: State, carry: Carry, group: dict[str, Any], index: int
 ) -> None:
     """Let the gradient norms of the step just done decide the rows from the next step on."""
+    layer.norms = norms
     refresh(state, carry, norms, layer.dim, layer.selected.numel(), group, index)
     if "row_scale" in state:
         raise ValueError(f"selection={group['selection']!r} scales or repeats rows: not for compact mode")

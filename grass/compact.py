@@ -105,6 +105,7 @@ def expand(model: nn.Module) -> list[str]:
             layer.unconvert()
             for attribute in ("active", "selected", "dim", "sketch", "signs"):
                 delattr(layer, attribute)
+            layer.__dict__.pop("norms", None)
             object.__setattr__(layer, "__class__", layer.plain_class)
             layer.weight.data = layer.weight.data.contiguous()
             layer.weight.requires_grad_(True)

@@ -12,7 +12,7 @@ coverage  ``|union of all selections so far| / m``                    since the 
 A row drawn twice counts once. Which gradient ``energy`` speaks of depends on the mode. Dense mode has all of it: it is
 that of the step just made, so that between two refreshes one sees how a selection ages. Compact mode forms the chosen
 rows alone, and all norms are known only at a refresh: there it is the sketched gradient from which the rows were
-chosen, as this process sees it, and it stays until the next refresh.
+chosen, the same on all ranks, and it stays until the next refresh.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class _Tracked:
     refreshes: int
     turnover: float = 0.0
     energy: float = math.nan
+    norms: Tensor | None = None
     selections: list[tuple[int, NDArray[np.int32]]] = field(default_factory=list)
 
     def reselect(self, selected: Tensor) -> None:
@@ -149,7 +150,6 @@ class SelectionHistory:
         self.optimizer, self.keep, self.step = optimizer, keep, 0
         self.records: list[LayerRecord] = []
         self._tracked: dict[int, _Tracked] = {}
-        self._norms: dict[int, Tensor] = {}
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -208,25 +208,21 @@ class SelectionHistory:
             hook.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """See active rows before their first refresh, and sketches before they end."""
+        """See active rows before their first refresh."""
         for item in self._selected():
             if item.layer is not None:
                 self._follow(item, self.step)
-                if item.layer.sketch is not None and item.layer.sketch.grad is not None:
-                    self._norms[item.position] = torch.linalg.vector_norm(item.layer.sketch.grad, dim=1)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for item in self._selected():
-            norms = self._norms.pop(item.position, None)
-            self._follow(item, self.step + (item.layer is not None), refreshed=norms is not None)
-            if norms is not None:
-                self._tracked[item.position].measure(norms)
+            self._follow(item, self.step + (item.layer is not None))
         self.step += 1
 
-    def _follow(self, item: _Selected, start: int, refreshed: bool = False) -> None:
+    def _follow(self, item: _Selected, start: int) -> None:
         """Note a selection if it is new, as that of the steps from ``start`` on."""
         tracked, refreshes = self._tracked.get(item.position), item.state.get("refreshes", 1)
-        if tracked is not None and not refreshed and tracked.refreshes == refreshes:
+        norms = None if item.layer is None else item.layer.norms
+        if tracked is not None and tracked.refreshes == refreshes and tracked.norms is norms:
             return
         selected = item.mask()
         if tracked is None:
@@ -234,6 +230,9 @@ class SelectionHistory:
         else:
             tracked.reselect(selected)
             tracked.refreshes = refreshes
+        tracked.norms = norms
+        if norms is not None:
+            tracked.measure(norms)
         if self.keep:
             tracked.selections.append((start, selected.nonzero()[:, 0].to(torch.int32).numpy()))
 

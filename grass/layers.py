@@ -101,6 +101,7 @@ class CompactLayer(nn.Module):
     dim: int
     sketch: Tensor | None
     signs: Tensor | None
+    norms: Tensor | None = None  # the gradient norms by which the rows were chosen
     weights: str | None = None  # "int8" in grass.int8
     stores_transposed = False
 

@@ -185,3 +185,25 @@ def test_wrong_values() -> None:
         GrassAdamW([p], moment_dtype=torch.float16)
     with pytest.raises(ValueError, match="replacement=False"):
         GrassAdamW([p], rank=2, replacement=True, selection="uniform", stochastic_rounding=True)
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["dense", "compact"])
+@pytest.mark.parametrize("precision", NARROW)
+def test_second_moments_decay(precision, compact) -> None:
+    """By a thousandth a step, a quarter of bfloat16's spacing: rounded to the nearest they would stay."""
+    model, optimizer = trained(20, compact=compact, moment_dtype=precision, state_policy="keep", selection="top_r")
+    for group in optimizer.param_groups:
+        group.update(lr=0.0, update_interval=10**6)
+    state = next(s for s in optimizer.state.values() if "indices" in s)
+
+    def second() -> torch.Tensor:
+        copied = dict(state)
+        with full_moments(copied, precision, 1) as moments:
+            return moments[1].clone()
+
+    before = second().mean()
+    for _ in range(200):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        optimizer.step()
+    torch.testing.assert_close(second().mean() / before, torch.tensor(0.999**200), rtol=0.02, atol=0)
