@@ -1,0 +1,81 @@
+"""Time ``step()`` per weight for many small ones, where Python costs more than arithmetic.
+
+    python scripts/bench/small_weights.py --csv benchmarks/small_weights.csv
+
+500 weights of 64 x 64, r = 16, no refresh; all contestants step in turn in one run, one thread. ``us`` is the median
+time per weight, ``least_us`` the least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+import grass
+
+SIDE, RANK, NEVER = 64, 16, 1_000_000_000
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    " fused": {"fused": True},
+    " keep fused": {"fused": True, "state_policy": "keep"},
+}
+
+
+def contestants(count: int) -> tuple[dict[str, Optimizer], list[nn.Module]]:
+    """Optimizers with gradients in place, and the models that must stay alive."""
+    models: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        models.append(nn.ModuleList([nn.Linear(SIDE, SIDE, bias=False) for _ in range(count)]))
+        return models[-1]
+
+    racers: dict[str, Optimizer] = {
+        "adamw foreach": AdamW(model().parameters(), foreach=True),
+        "adamw fused": AdamW(model().parameters(), fused=True),
+    }
+    for name, options in VARIANTS.items():
+        dense = {"rank": RANK, "dim": 0, "update_interval": NEVER, **options}
+        racers[f"grass dense{name}"] = grass.GrassAdamW(model().parameters(), **dense)
+        converted = model()
+        grass.compact(converted, rank=RANK, targets="all-linear")
+        racers[f"grass compact{name}"] = grass.GrassAdamW(converted, update_interval=NEVER, **options)
+    for racer in racers.values():
+        for group in racer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn_like(p)
+    return racers, models
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--csv", type=Path, default=Path("runs/small_weights.csv"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    racers, _models = contestants(args.count)
+    times: dict[str, list[float]] = {name: [] for name in racers}
+    for repeat in range(args.repeats + 2):
+        for name, racer in racers.items():
+            start = time.perf_counter()
+            racer.step()
+            if repeat >= 2:
+                times[name].append((time.perf_counter() - start) / args.count * 1e6)
+    rows = [{"optimizer": n, "us": statistics.median(t), "least_us": min(t)} for n, t in times.items()]
+    result = pd.DataFrame(rows).assign(count=args.count, torch=torch.__version__, cpu=platform.machine())
+    print(result.to_string(index=False, float_format="%.1f"))
+    args.csv.parent.mkdir(parents=True, exist_ok=True)
+    result.to_csv(args.csv, index=False, float_format="%.4g")
+
+
+if __name__ == "__main__":
+    main()
