@@ -109,7 +109,7 @@ def reduced_allreduce_hook(state: ReducedAllreduceState, bucket: GradBucket) -> 
     """
     buffer, travellers = bucket.buffer(), state.travellers(bucket)
     whole = all(item.rows is None for item in travellers)
-    flat = buffer if whole else torch.cat([item.take() for item in travellers])
+    flat = buffer if whole else pack(travellers, buffer)
 
     def unpack(future: torch.futures.Future[list[Tensor]]) -> Tensor:
         values: Tensor = future.value()[0]
@@ -198,6 +198,14 @@ class Traveller:
     def _travel(self, projector: Projector) -> None:
         indices = projector.indices if projector.scale is None else torch.unique_consecutive(projector.indices)
         self.rows = Projector(indices, None, projector.dim)
+
+
+def pack(travellers: list[Traveller], buffer: Tensor) -> Tensor:
+    """What travels of a bucket, in one flat tensor."""
+    flat = buffer.new_empty(sum(item.size for item in travellers))
+    for item, part in zip(travellers, torch.split(flat, [item.size for item in travellers]), strict=True):
+        part.copy_(item.take())
+    return flat
 
 
 def _gradients(bucket: GradBucket) -> list[Tensor]:

@@ -5,13 +5,14 @@
 
 Counted, by torch's profiler: the bytes that a rank hands to its collectives in an ordinary step and in one that
 refreshes. A row of the table weights the two by the interval. ``gradients_mb`` is the most memory that gradients and
-DDP's buckets take in backward: the peak of everything allocated over what was before DDP, less optimizer state, with a
-batch so small (8 tokens) that activations hardly count; without ``gradient_as_bucket_view``, DDP's default, and with.
+DDP's buckets take in backward: the peak of everything allocated, less parameters and optimizer state, with a batch so
+small (8 tokens) that activations hardly count; without ``gradient_as_bucket_view``, DDP's default, and with.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -79,18 +80,19 @@ def traffic(args: argparse.Namespace, build: Build, rank: float) -> tuple[int, i
 
 def gradient_memory(args: argparse.Namespace, build: Build, rank: float, view: bool) -> int:
     """Peak bytes of gradients and buckets in the third step's backward."""
-    plain = model(args)
+    gc.collect()  # DDP is part of a reference cycle: what the last one held is not to be freed in between
     with allocations() as total:
-        ddp, optimizer = build(plain, rank, view)
+        ddp, optimizer = build(model(args), rank, view)
         for _ in range(2):
             train(ddp, optimizer)
         with torch.profiler.record_function("third backward"):
             ids = tokens()
             ddp(input_ids=ids, labels=ids).loss.backward()
     start, end = total["third backward"]
-    peak = max(bytes for time, bytes in total["allocated"] if start <= time <= end)
-    active = sum(p.nbytes for p in ddp.parameters()) - sum(p.nbytes for p in model(args).parameters())
-    return int(peak - total["allocated"][0][1] - state_bytes(optimizer).device - state_bytes(optimizer).host - active)
+    peak = max(bytes for time, bytes, _ in total["allocated"] if start <= time <= end)
+    start = total["allocated"][0]
+    others = sum(p.nbytes for p in ddp.parameters()) + state_bytes(optimizer).device + state_bytes(optimizer).host
+    return int(peak - (start[1] - start[2]) - others)
 
 
 @contextmanager
@@ -104,7 +106,7 @@ def allocations() -> Iterator[dict[str, list]]:
         profiler.export_chrome_trace(str(path))
         for event in json.loads(path.read_text())["traceEvents"]:
             if event.get("name") == "[memory]":
-                found["allocated"].append((event["ts"], event["args"]["Total Allocated"]))
+                found["allocated"].append((event["ts"], event["args"]["Total Allocated"], event["args"]["Bytes"]))
             elif event.get("name") == "third backward":
                 found["third backward"] = [event["ts"], event["ts"] + event["dur"]]
     found["allocated"].sort()
