@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def main() -> None:
     if args.worker is not None:
         work(args)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # an exit that cleans up
     with two_namespaces() as namespaces, tempfile.TemporaryDirectory() as folder:
         if not namespaces:
             print("Skipped: network namespaces cannot be made here")
