@@ -57,6 +57,7 @@ def compact(
         dtype: of the active rows; ``torch.float32`` above bfloat16 weights keeps updates too small for these. Where
             not given, the weight's own, float32 above int8.
         weights: ``"int8"`` holds the frozen weights in 8 bits (:mod:`grass.int8`); ``None`` leaves them as they are.
+            ``state_dict`` then has codes and scales: call :func:`expand` before saving for a plain model.
         seed: of the first selection.
         calibration: a function that runs a batch through the model and returns its loss; if given, the first rows are
             those whose gradient for it is largest.
@@ -73,7 +74,7 @@ def compact(
         raise ValueError(
             f"Invalid {rank=} or {dim=}: compact mode needs a rank, and dim must be 0 (rows) or 1 (columns)"
         )
-    if dtype is not None and not dtype.is_floating_point:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"Invalid {dtype=}: must be a floating-point type, or None for the weight's own")
     if weights not in (None, "int8"):
         raise ValueError(f"Invalid {weights=}: must be 'int8', or None for the weights as they are")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from grass.groups import matched_modules
 from grass.training.optimizers import OptimizerConfig
 
@@ -111,6 +113,10 @@ def make_trainer(task: FinetuneTask, method: str, optimizer: OptimizerConfig, ar
 
         mode = "compact" if optimizer.compact else "dense"
         grass = {"mode": mode, "rank": optimizer.rank, "dim": optimizer.grass_dim, **optimizer.grass}
+        if optimizer.active_dtype:
+            grass["dtype"] = getattr(torch, optimizer.active_dtype)
+        if optimizer.weights:
+            grass["weights"] = optimizer.weights  # which Trainer cannot do: the factory says why
         return GrassTrainer(grass=grass, **keywords)
     if method == "lora":
         keywords["model"] = add_lora(task.model, optimizer.rank, classification=task.likeliest is None)

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -80,11 +82,22 @@ def launched_processes(device: str) -> Iterator[Processes]:
     if name == "cuda":
         name = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(name)
-    dist.init_process_group("nccl" if name.startswith("cuda") else "gloo")
+    dist.init_process_group("nccl" if name.startswith("cuda") else "gloo", **_fresh_store())
     try:
         yield Processes(dist.get_rank(), size, torch.device(name))
     finally:
         dist.destroy_process_group()
+
+
+def _fresh_store() -> dict[str, Any]:
+    """Where the processes of this attempt meet.
+
+    The agent of ``torchrun`` keeps one store for all its restarts, in which gloo would find the addresses of processes
+    that are gone: each attempt gets a prefix of its own.
+    """
+    store, rank, size = next(iter(rendezvous("env://")))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": PrefixStore(f"attempt_{attempt}", store), "rank": rank, "world_size": size}
 
 
 def shard_blocks(model: nn.Module) -> None:
