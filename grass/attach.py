@@ -13,6 +13,7 @@ from grass.active import adopt, arm, choose_rows, gathered_norms, layers_by_para
 from grass.hyperparameters import validate
 from grass.layers import CompactLayer
 from grass.moments import State, source_rows
+from grass.precision import rounding_key
 from grass.projector import Projector
 from grass.ranks import Ranks
 from grass.refresh import Carry, refresh_due
@@ -131,7 +132,7 @@ class Attachment:
         ranks = Ranks.of(self.process_group)
         for index, (name, layer) in enumerate(self.layers.items()):
             self.states[name]["step"] += 1
-            layer.write_back(self.group["seed"], index, self.states[name]["step"])
+            layer.write_back(rounding_key(self.group, index, self.states[name]["step"]))
         due = {name: layer for name, layer in self.layers.items() if refresh_due(self.states[name], self.group)}
         norms = dict(zip(due, gathered_norms(list(due.values()), ranks), strict=True))
         for index, (name, layer) in enumerate(self.layers.items()):

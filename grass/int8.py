@@ -1,4 +1,4 @@
-r"""Converted layers whose frozen weight has 8 bits (:mod:`grass.quantisation`).
+r"""Converted layers whose frozen weight has 8 bits (:mod:`grass.weight_codes`).
 
 Rows are quantised along the dimension in which they are selected, so that a step touches the codes and scales of the
 active rows alone: no other weight is rounded again, however long training goes on. The active rows are the exact values
@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grass.kernels.random_bits import make_key
 from grass.layers import CompactLayer, CompactLinear
 from grass.projector import Projector
-from grass.quantisation import dequantise, quantise
+from grass.weight_codes import decode_weight, encode_weight
 
 
 class Int8Weight(CompactLayer):
@@ -34,7 +33,7 @@ class Int8Weight(CompactLayer):
 
     def store(self, matrix: Tensor) -> None:
         """Quantise ``matrix (m, n)`` to nearest and hold it in place of the weight."""
-        codes, scale = quantise(matrix, self.dim)
+        codes, scale = encode_weight(matrix, self.dim)
         self.plain_dtype = matrix.dtype
         self.set_matrix(codes)
         self.register_buffer("weight_scale", scale)
@@ -46,12 +45,12 @@ class Int8Weight(CompactLayer):
     def gather(self, projector: Projector) -> Tensor:
         """The chosen rows as the codes have them, float32."""
         codes, scale = projector.gather(self.matrix()), self.weight_scale[projector.indices]
-        return dequantise(codes, scale, self.dim, torch.float32)
+        return decode_weight(codes, scale, self.dim, torch.float32)
 
     @torch.no_grad()
-    def write_back(self, *stamp: int) -> None:
+    def write_back(self, key: int | None = None) -> None:
         """Quantise the active rows into the weight."""
-        codes, scale = quantise(self.active.detach(), self.dim, make_key(*stamp))
+        codes, scale = encode_weight(self.active.detach(), self.dim, key)
         self.projector().scatter_(self.matrix(), codes)
         self.weight_scale[self.selected] = scale
 
@@ -66,7 +65,7 @@ class Int8Weight(CompactLayer):
 
     def unconvert(self) -> None:
         """Hold plain values again, the active rows' to the last bit."""
-        matrix = dequantise(self.matrix(), self.weight_scale, self.dim, self.plain_dtype)
+        matrix = decode_weight(self.matrix(), self.weight_scale, self.dim, self.plain_dtype)
         self.projector().scatter_(matrix, self.active.detach())
         self.set_matrix(matrix)
         del self.weight_scale, self.plain_dtype
@@ -78,7 +77,7 @@ class Int8Weight(CompactLayer):
             super()._load_from_state_dict(state_dict, prefix, *args)
             return
         plain = (weight.t() if self.stores_transposed else weight).to(self.weight.device)
-        codes, scale = quantise(plain, self.dim)
+        codes, scale = encode_weight(plain, self.dim)
         quantised = {"weight": codes.t() if self.stores_transposed else codes, "weight_scale": scale}
         super()._load_from_state_dict({**state_dict, **{prefix + k: v for k, v in quantised.items()}}, prefix, *args)
         with torch.no_grad():

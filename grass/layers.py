@@ -32,8 +32,8 @@ from grass.matmul import inner_product, picked_product, sketch_product
 from grass.moments import source_rows
 from grass.precision import shrink_
 from grass.projector import Projector, select_columns
-from grass.quantisation import dequantise
 from grass.shards import local
+from grass.weight_codes import decode_weight
 
 LAYERS: weakref.WeakSet[CompactLayer] = weakref.WeakSet()
 """Every converted layer alive: an optimizer that was given parameters alone finds their layers here."""
@@ -81,7 +81,7 @@ class _CompactLinearFunction(torch.autograd.Function):
 
 def _values(weight: Tensor, scale: Tensor | None, dim: int, dtype: torch.dtype) -> Tensor:
     """The weight that int8 codes stand for; one without a scale is that itself."""
-    return weight if scale is None else dequantise(weight, scale, dim, dtype)
+    return weight if scale is None else decode_weight(weight, scale, dim, dtype)
 
 
 class CompactLayer(nn.Module):
@@ -170,13 +170,8 @@ class CompactLayer(nn.Module):
         return projector.gather(self.matrix())
 
     @torch.no_grad()
-    def write_back(self, *stamp: int) -> None:
-        """Copy the active rows into the weight.
-
-        Args:
-            stamp: numbers that name this write (seed, parameter, step): where the weight's precision calls for
-                stochastic rounding, its random bits follow from them.
-        """
+    def write_back(self, key: int | None = None) -> None:
+        """Copy the active rows into the weight, with a ``key`` rounded stochastically where that has 8 bits."""
         self.projector().scatter_(self.matrix(), self.rows())
 
     def holds_active(self) -> bool:

@@ -12,14 +12,12 @@ A second moment decays by a thousandth a step, less than half the spacing of bfl
 the nearest it would never move. So what is stored is rounded up or down by chance, right in expectation, with bits from
 a counter (:mod:`grass.kernels.random_bits`) keyed by seed, parameter and step: a resumed run draws the same.
 
-8-bit codes are blockwise and dynamic (after Dettmers et al., 2022, arXiv 2110.02861): 256 consecutive values share a
-scale, their largest magnitude; below it, each decade has half as many codes as the one above. Of the second moment the
-square root is coded, which doubles the decades that it spans.
+8-bit codes are those of :mod:`grass.moment_codes`. Of the second moment the square root is coded, which doubles the
+decades that it spans.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,10 +26,10 @@ import torch
 from torch import Tensor
 
 from grass.kernels import make_key, random_bits, round_stochastically
+from grass.moment_codes import decode_moment, encode_moment
 from grass.projector import is_column_major
 
 State = dict[str, Any]
-BLOCK = 256
 PRECISIONS = ("float32", "bfloat16", "8bit")
 _STREAMS = {"exp_avg": 1, "exp_avg_sq": 2}
 
@@ -73,8 +71,7 @@ def _expanded(state: State, name: str) -> Tensor:
     scale = state.pop(f"{name}_scale", None)
     if scale is None:
         return stored.float() if stored.dtype == torch.bfloat16 else stored
-    values = dynamic_map(name == "exp_avg", str(stored.device))[_in_memory_order(stored).to(torch.int32)]
-    values = _blocks(values).mul_(scale.unsqueeze(1)).flatten()[: stored.numel()]
+    values = decode_moment(_in_memory_order(stored), scale, name == "exp_avg")
     return _like(stored, values if name == "exp_avg" else values.square_())
 
 
@@ -89,36 +86,8 @@ def _store(state: State, name: str, precision: str, key: int, stream: int) -> No
         state[name] = _like(full, round_stochastically(flat, torch.bfloat16, bits))
         return
     signed = name == "exp_avg"
-    codes, scale = quantize(flat if signed else flat.sqrt(), signed, bits)
+    codes, scale = encode_moment(flat if signed else flat.sqrt(), signed, bits)
     state[name], state[f"{name}_scale"] = _like(full, codes), scale
-
-
-def quantize(flat: Tensor, signed: bool, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 ``(k,)`` and scales float32 ``(ceil(k / 256),)`` of ``k`` values; ``bits`` decide up or down."""
-    blocks = _blocks(flat)
-    scale = blocks.abs().amax(1)
-    unit = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).flatten()[: flat.numel()]
-    levels = dynamic_map(signed, str(flat.device))
-    lower = (torch.searchsorted(levels, unit, right=True) - 1).clamp_(0, len(levels) - 2)
-    below = levels[lower]
-    share = (unit - below) / (levels[lower + 1] - below)
-    codes = lower + ((bits >> 8).to(torch.float32) * 2**-24 < share)
-    return codes.to(torch.uint8), scale
-
-
-@functools.cache
-def dynamic_map(signed: bool, device: str = "cpu") -> Tensor:
-    """255 (signed) or 256 ascending levels up to 1: half of them in the first decade, a quarter in the next, ..."""
-    first = 64 if signed else 128
-    decades, scale, count = [torch.ones(1, dtype=torch.float64)], 1.0, first
-    while count:
-        edges = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64) * scale
-        decades.append(edges[:-1])
-        scale, count = scale / 10, count // 2
-    positive = torch.cat(decades).sort().values[1:]  # 255 or 256 levels in all
-    zero = torch.zeros(1, dtype=torch.float64)
-    levels = torch.cat([-positive.flip(0), zero, positive]) if signed else torch.cat([zero, positive])
-    return levels.float().to(device)
 
 
 def _in_memory_order(matrix: Tensor) -> Tensor:
@@ -130,8 +99,3 @@ def _like(matrix: Tensor, flat: Tensor) -> Tensor:
     if matrix.ndim == 2 and is_column_major(matrix):
         return flat.view(matrix.t().shape).t()
     return flat.view(matrix.shape)
-
-
-def _blocks(flat: Tensor) -> Tensor:
-    """``(k,) -> (ceil(k / 256), 256)``, zeros at the end."""
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)

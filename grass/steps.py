@@ -146,7 +146,7 @@ class GroupStep:
         for item in rest:
             if not self._is_torch_adamw(item):
                 self._rowwise_adamw(item)
-            item.layer.write_back(group["seed"], item.index, item.state["step"])
+            item.layer.write_back(rounding_key(group, item.index, item.state["step"]))
         self._refresh([item for item in begun if refresh_due(item.state, group)])
         for item in begun:
             arm(item.layer, item.state, group)
@@ -235,7 +235,7 @@ class GroupStep:
         else:  # codes: the rows are stepped by themselves
             every = Projector(torch.arange(projector.indices.numel(), device=item.rows.device), None, layer.dim)
             self._compact_adamw(item.rows, every, item.grad, None, item.state, item.index)
-            layer.write_back(self.group["seed"], item.index, item.state["step"])
+            layer.write_back(rounding_key(self.group, item.index, item.state["step"]))
         return True
 
     def _cpu_kernel_step(self, item: ActiveRows) -> bool:

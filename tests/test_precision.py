@@ -14,7 +14,8 @@ import grass
 from grass import GrassAdamW
 from grass.kernels import make_key, random_bits
 from grass.memory import state_bytes
-from grass.precision import BLOCK, dynamic_map, full_moments, quantize
+from grass.moment_codes import BLOCK, dynamic_map, encode_moment
+from grass.precision import full_moments
 
 NARROW = ["bfloat16", "8bit"]
 
@@ -137,7 +138,7 @@ def test_codes_are_neighbours_and_right_in_the_mean(size, signed) -> None:
     x = x if signed else x.abs()
     levels, decoded = dynamic_map(signed), []
     for draw in range(400):
-        codes, scale = quantize(x, signed, random_bits(torch.arange(size), make_key(draw)))
+        codes, scale = encode_moment(x, signed, random_bits(torch.arange(size), make_key(draw)))
         assert codes.dtype == torch.uint8
         assert scale.shape == (-(-size // BLOCK),)
         decoded.append(levels[codes.int()].double() * scale.repeat_interleave(BLOCK)[:size])

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 import grass
 from grass.layers import CompactLayer
 from grass.memory import Setting
-from grass.precision import BLOCK
+from grass.moment_codes import BLOCK
 from grass.training.chunked_loss import chunk_loss
 from grass.training.models import enable_checkpointing
 

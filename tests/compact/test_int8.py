@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import grass
 from grass import GrassAdamW
 from grass.int8 import Int8Linear
-from grass.quantisation import dequantise, quantise
+from grass.weight_codes import decode_weight, encode_weight
 from tests.compact.networks import (
     DIMS,
     Network,
@@ -44,11 +44,11 @@ def test_quantisation_error(m: int, n: int, dim: int, exponent: float, key: int 
     """Within half a step to nearest, within one step stochastically; zeros stay zeros."""
     matrix = torch.randn(m, n) * 10**exponent
     matrix.select(dim, 0).zero_()
-    codes, scale = quantise(matrix, dim, key)
+    codes, scale = encode_weight(matrix, dim, key)
     steps = scale.unsqueeze(1 - dim).expand(m, n)
     bound = 0.5 if key is None else 1.0
     # a quotient of 127 float32 steps and a product are each off by 2^-24 of themselves
-    error = (dequantise(codes, scale, dim, torch.float32) - matrix).abs()
+    error = (decode_weight(codes, scale, dim, torch.float32) - matrix).abs()
     assert (error <= steps * (bound + 127 * 2**-22)).all()
     assert not codes.select(dim, 0).any()
 
@@ -56,13 +56,13 @@ def test_quantisation_error(m: int, n: int, dim: int, exponent: float, key: int 
 @pytest.mark.parametrize("dim", DIMS)
 def test_stochastic_rounding_is_unbiased(dim: int) -> None:
     matrix, draws = torch.randn(6, 5), 4000
-    mean = sum(dequantise(*quantise(matrix, dim, key), dim, torch.float64) for key in range(draws)) / draws
-    steps = quantise(matrix, dim)[1].unsqueeze(1 - dim).double()
+    mean = sum(decode_weight(*encode_weight(matrix, dim, key), dim, torch.float64) for key in range(draws)) / draws
+    steps = encode_weight(matrix, dim)[1].unsqueeze(1 - dim).double()
     # a rounding varies by at most a quarter of a squared step: five standard errors
     assert ((mean - matrix).abs() / steps).max() < 5 * 0.5 / draws**0.5
-    assert torch.equal(quantise(matrix, dim, 7)[0], quantise(matrix, dim, 7)[0])
+    assert torch.equal(encode_weight(matrix, dim, 7)[0], encode_weight(matrix, dim, 7)[0])
     large = torch.randn(40, 40)
-    assert not torch.equal(quantise(large, dim, 7)[0], quantise(large, dim, 8)[0])
+    assert not torch.equal(encode_weight(large, dim, 7)[0], encode_weight(large, dim, 8)[0])
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -71,7 +71,7 @@ def test_forward_and_gradients(dtype: torch.dtype, dim: int) -> None:
     """Those of a plain layer whose weight is what the codes stand for."""
     layer = nn.Linear(12, 20, dtype=dtype)
     grass.compact(layer_in := nn.Sequential(layer), rank=3, dim=dim, weights="int8")
-    values = dequantise(layer.matrix(), layer.weight_scale, dim, dtype).requires_grad_(True)
+    values = decode_weight(layer.matrix(), layer.weight_scale, dim, dtype).requires_grad_(True)
     bias = layer.bias.detach().clone().requires_grad_(True)
     x, y = (torch.randn(2, 5, 12, dtype=dtype, requires_grad=True) for _ in range(2))
     y.data.copy_(x.data)
