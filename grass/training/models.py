@@ -36,16 +36,20 @@ LLAMA_SHAPES = {
 """Shapes by name; the names count a vocabulary of 32,000 tokens, but for ``1m``."""
 
 
-def llama_config(name: str, *, vocab_size: int, max_seq_len: int) -> LlamaConfig:
-    """The ``transformers`` configuration of one of :data:`LLAMA_SHAPES`, with untied embeddings as in the papers.
+def llama_config(shape: str | LlamaShape, *, vocab_size: int, max_seq_len: int) -> LlamaConfig:
+    """The ``transformers`` configuration of one of :data:`LLAMA_SHAPES`, by name, or of another shape.
+
+    Embeddings are untied as in the papers.
 
     Raises:
         ValueError: the name is unknown.
     """
-    if name not in LLAMA_SHAPES:
-        raise ValueError(f"Unknown model {name!r}; available: {', '.join(LLAMA_SHAPES)}")
+    if isinstance(shape, str):
+        if shape not in LLAMA_SHAPES:
+            raise ValueError(f"Unknown model {shape!r}; available: {', '.join(LLAMA_SHAPES)}")
+        shape = LLAMA_SHAPES[shape]
     return LlamaConfig(
-        **vars(LLAMA_SHAPES[name]),
+        **vars(shape),
         vocab_size=vocab_size,
         max_position_embeddings=max_seq_len,
         rms_norm_eps=1e-6,

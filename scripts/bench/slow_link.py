@@ -31,11 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig
 
 import grass
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
-from grass.training.models import build_llama
+from grass.training.models import LlamaShape, build_llama, llama_config
 
 INTERVAL = 10
 SLOWDOWNS = (1.0, 3.0)
@@ -155,16 +154,8 @@ class Contestant:
 
 
 def model(args: argparse.Namespace) -> nn.Module:
-    config = LlamaConfig(
-        hidden_size=args.hidden,
-        intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64,
-        vocab_size=256,
-        max_position_embeddings=args.seq_len,
-        use_cache=False,
-    )
-    return build_llama(config)
+    shape = LlamaShape(args.hidden, args.intermediate, args.layers, args.hidden // 64)
+    return build_llama(llama_config(shape, vocab_size=256, max_seq_len=args.seq_len))
 
 
 def builders(args: argparse.Namespace) -> dict[str, Build]:

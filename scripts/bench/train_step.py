@@ -23,11 +23,10 @@ from pathlib import Path
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
 import grass
 from grass.memory import state_bytes
-from grass.training.models import build_llama
+from grass.training.models import LlamaShape, build_llama, llama_config
 from grass.training.optimizers import OptimizerConfig, build_optimizer
 
 NEVER = 1_000_000_000
@@ -94,16 +93,9 @@ def contestants(rank: float) -> dict[str, Callable[[nn.Module], torch.optim.Opti
 
 def race(args: argparse.Namespace) -> dict[str, Racer]:
     """Step every contestant in turn."""
-    config = LlamaConfig(
-        hidden_size=args.hidden,
-        intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64,
-        vocab_size=256,
-        max_position_embeddings=args.seq_len,
-        use_cache=False,
-    )
-    base, ids = build_llama(config), torch.randint(256, (args.batch_size, args.seq_len))
+    shape = LlamaShape(args.hidden, args.intermediate, args.layers, args.hidden // 64)
+    base = build_llama(llama_config(shape, vocab_size=256, max_seq_len=args.seq_len))
+    ids = torch.randint(256, (args.batch_size, args.seq_len))
     racers = {}
     for name, build in contestants(args.rank).items():
         if not args.only or any(name.startswith(o) for o in [*args.only, "adamw", "floor"]):

@@ -24,18 +24,19 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig
 
 import grass
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
 from grass.distributed.traffic import recorded_traffic
 from grass.memory import state_bytes
-from grass.training.models import build_llama
+from grass.training.models import LlamaShape, build_llama, llama_config
 from grass.training.optimizers import OptimizerConfig, build_optimizer
 
 Build = Callable[[nn.Module, float, bool], tuple[DistributedDataParallel, torch.optim.Optimizer]]
 CYCLE = 4
 """Steps between refreshes here, so that a cycle shows both kinds of step."""
+TOKENS = 8
+"""A batch so small that its activations hardly count."""
 
 
 def main() -> None:
@@ -120,20 +121,12 @@ def train(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def tokens() -> torch.Tensor:
-    return torch.randint(256, (1, 8))
+    return torch.randint(256, (1, TOKENS))
 
 
 def model(args: argparse.Namespace) -> nn.Module:
-    config = LlamaConfig(
-        hidden_size=args.hidden,
-        intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 32,
-        vocab_size=256,
-        max_position_embeddings=64,
-        use_cache=False,
-    )
-    return build_llama(config)
+    shape = LlamaShape(args.hidden, args.intermediate, args.layers, args.hidden // 32)
+    return build_llama(llama_config(shape, vocab_size=256, max_seq_len=TOKENS))
 
 
 def adamw(m: nn.Module, rank: float, view: bool) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
