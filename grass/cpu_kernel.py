@@ -1,7 +1,8 @@
-"""The one-pass CPU kernel behind ``GrassAdamW(..., fused=True)``: compiled on first use, cached by its source.
+"""The CPU kernel behind ``GrassAdamW(..., fused=None)``: compiled on first use, cached by its source.
 
 Torch's operators read the chosen rows once to gather, again to step and again to scatter; at the memory bandwidth of a
-CPU that is what a step costs. ``cpu_kernel.cpp`` does it in one pass.
+CPU that is what a step costs. ``cpu_kernel.cpp`` does it in one pass, for many weights in one call, so that Python only
+has to check and to list the tensors of each.
 """
 
 from __future__ import annotations
@@ -9,101 +10,121 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import math
 import os
+import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from grass.projector import Projector
+logger = logging.getLogger("grass")
 
 SOURCE = Path(__file__).with_name("cpu_kernel.cpp")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
+_WEIGHT = struct.Struct("7P3q3d")  # struct Weight in the source
 
 
-def can_step(weight: Tensor, grad: Tensor, exp_avg: Tensor, projector: Projector) -> bool:
-    """Whether the kernel takes these tensors: float32 on the CPU, contiguous, rows unscaled."""
-    return projector.scale is None and all(_takes(t) and t.is_contiguous() for t in (weight, grad, exp_avg))
+class Batch:
+    """Weights whose chosen rows one call of the kernel steps.
 
+    Args:
+        fused: ``None`` takes weights if the kernel can be had, ``True`` insists on it, ``False`` takes none.
+    """
 
-def can_step_active(dim: int, *tensors: Tensor) -> bool:
-    """Whether the kernel takes active rows, their gradient and moments, and their weight: rows (columns) contiguous."""
-    for t in tensors:
-        if not _takes(t) or not (t.is_contiguous() if dim == 0 else t.stride() == (1, t.shape[0])):
+    def __init__(self, fused: bool | None) -> None:
+        self._fused = fused
+        self._weights: list[bytes] = []
+
+    def add(
+        self,
+        weight: Tensor | None,
+        indices: Tensor,
+        dim: int,
+        grad: Tensor,
+        values: Tensor | None,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        row_steps: Tensor | int,
+        step_size: float,
+        shrink: float,
+    ) -> bool:
+        """Take a weight if its tensors are float32 on the CPU, all row-major or all column-major.
+
+        The arguments are those of :func:`grass.kernels.compact_adamw_`, ``values`` its ``rows``; with these ``weight``
+        may be ``None``. Tensors must live until :meth:`run`.
+
+        Raises:
+            RuntimeError: ``fused=True``, and there is no compiler or it fails.
+        """
+        if self._fused is False:
             return False
+        transposed = _transposed([t for t in (weight, grad, values, exp_avg, exp_avg_sq) if t is not None])
+        if transposed is None or not (library() if self._fused else at_hand()):
+            return False
+        in_rows = dim == transposed  # the values of a row are neighbours in memory
+        self._weights.append(
+            _WEIGHT.pack(
+                _address(weight),
+                grad.data_ptr(),
+                _address(values),
+                exp_avg.data_ptr(),
+                exp_avg_sq.data_ptr(),
+                indices.data_ptr(),
+                row_steps.data_ptr() if isinstance(row_steps, Tensor) else 0,
+                exp_avg.shape[dim],
+                exp_avg.shape[1 - dim],
+                0 if in_rows else exp_avg.shape[dim] if weight is None else weight.shape[dim],
+                0 if isinstance(row_steps, Tensor) else row_steps,
+                step_size,
+                shrink,
+            )
+        )
+        return True
+
+    def run(self, *, betas: tuple[float, float], eps: float, maximize: bool) -> None:
+        """Step all weights taken."""
+        if not self._weights:
+            return
+        logs = (math.log(beta) if beta > 0 else -math.inf for beta in betas)
+        numbers = 1 - betas[0], betas[1], 1 - betas[1], eps, -1.0 if maximize else 1.0
+        library().step(b"".join(self._weights), len(self._weights), *logs, *numbers, torch.get_num_threads())
+
+
+def _transposed(tensors: list[Tensor]) -> bool | None:
+    """Whether all are column-major, rather than all row-major; ``None`` where the kernel does not take them."""
+    for t in tensors:
+        if type(t) is not Tensor or t.dtype is not torch.float32 or not t.is_cpu:
+            return None
+    for t in tensors:
+        if not t.is_contiguous():
+            break
+    else:
+        return False
+    for t in tensors:
+        if t.stride() != (1, t.shape[0]):
+            return None
     return True
 
 
-def _takes(t: Tensor) -> bool:
-    return type(t) is Tensor and t.dtype is torch.float32 and t.is_cpu
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
 
 
-def step_(
-    weight: Tensor,
-    projector: Projector,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    row_steps: Tensor | int,
-    *,
-    step_size: float,
-    shrink: float,
-    **adam: Any,
-) -> None:
-    """:func:`grass.functional.project_and_step_` in one pass, from the full gradient.
-
-    Numbers are those of :func:`grass.kernels.compact_adamw_`.
-    """
-    r, (m, n) = projector.indices.numel(), weight.shape
-    moments = exp_avg.data_ptr(), exp_avg_sq.data_ptr(), projector.indices.data_ptr()
-    last = _numbers(row_steps, r, step_size, shrink, **adam)
-    if projector.dim == 0:
-        library().step_rows(weight.data_ptr(), grad.data_ptr(), None, *moments, r, n, *last)
-    else:
-        library().step_columns(weight.data_ptr(), grad.data_ptr(), *moments, m, n, r, *last)
-
-
-def step_active_(
-    dim: int,
-    weight: Tensor,
-    indices: Tensor,
-    rows: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    row_steps: Tensor | int,
-    *,
-    step_size: float,
-    shrink: float,
-    **adam: Any,
-) -> None:
-    """:func:`grass.functional.step_active_` and the write-back to the weight, in one pass."""
-    tensors = (weight, grad, rows, exp_avg, exp_avg_sq, indices)
-    r, n = rows.shape[dim], rows.shape[1 - dim]
-    library().step_rows(*(t.data_ptr() for t in tensors), r, n, *_numbers(row_steps, r, step_size, shrink, **adam))
-
-
-def _numbers(
-    row_steps: Tensor | int,
-    r: int,
-    step_size: float,
-    shrink: float,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    maximize: bool,
-) -> tuple[Any, ...]:
-    """The arguments that the kernels share, from the ages of the rows on."""
-    logs = (math.log(beta) if beta > 0 else -math.inf for beta in betas)
-    decays = 1 - betas[0], betas[1], 1 - betas[1], eps
-    ages: Any = row_steps.data_ptr() if isinstance(row_steps, Tensor) else ctypes.byref(ctypes.c_float(row_steps))
-    count = r if isinstance(row_steps, Tensor) else 1
-    return ages, count, step_size, *logs, shrink, *decays, -1.0 if maximize else 1.0, torch.get_num_threads()
+@functools.cache
+def at_hand() -> bool:
+    """Whether the kernel can be had; says once why not."""
+    try:
+        library()
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        logger.warning("GrassAdamW steps CPU weights by torch's operators, which is slower: %s", error)
+        return False
+    return True
 
 
 @functools.cache
@@ -115,16 +136,14 @@ def library() -> ctypes.CDLL:
     """
     compiler = next(filter(None, map(shutil.which, [os.environ.get("CXX", ""), "g++", "clang++"])), None)
     if compiler is None:
-        raise RuntimeError("fused=True needs a C++ compiler on CPU (g++ or clang++, or $CXX); fused=False does not")
+        raise RuntimeError("the kernel needs a C++ compiler (g++ or clang++, or $CXX); fused=False does without")
     built = _cache_directory() / f"cpu_kernel_{_fingerprint(compiler)}.so"
     if not built.exists():
         _build(compiler, built)
     kernel = ctypes.CDLL(str(built))
-    pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    adam: list[Any] = [pointer, size, *[ctypes.c_double] * 3, *[real] * 6, ctypes.c_int]
-    kernel.step_rows.argtypes = [*[pointer] * 6, *[size] * 2, *adam]
-    kernel.step_columns.argtypes = [*[pointer] * 5, *[size] * 3, *adam]
-    kernel.step_rows.restype = kernel.step_columns.restype = None
+    real = ctypes.c_float
+    kernel.step.argtypes = [ctypes.c_char_p, ctypes.c_int64, *[ctypes.c_double] * 2, *[real] * 5, ctypes.c_int]
+    kernel.step.restype = None
     return kernel
 
 
@@ -149,5 +168,5 @@ def _fingerprint(compiler: str) -> str:
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     flags = next((line for line in lines if line.startswith("flags")), "")
-    parts = [SOURCE.read_text(), *FLAGS, compiler, os.uname().machine, flags]
+    parts = [SOURCE.read_text(), *FLAGS, compiler, platform.machine(), flags]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,60 +28,52 @@ class StepCoefficients:
     Attributes:
         step_size: ``lr scale / (1 - beta1^t)``.
         denominator: ``sqrt(1 - beta2^t)``.
-        shrink: ``1 - lr weight_decay``, by which the chosen rows decay.
     """
 
     step_size: Tensor
     denominator: Tensor
-    shrink: Tensor
 
     @classmethod
-    def at(
-        cls,
-        row_steps: Tensor | int,
-        *,
-        lr: float | Tensor,
-        betas: tuple[float, float],
-        scale: float = 1.0,
-        weight_decay: float = 0.0,
-    ) -> StepCoefficients:
-        """Coefficients of step ``row_steps >= 1``: an ``int`` where all rows share it, else float ``(r,)``."""
+    def at(cls, row_steps: Tensor | float, step_size: float, betas: tuple[float, float]) -> StepCoefficients:
+        """Coefficients of step ``row_steps >= 1``, a number where all rows share it, else float ``(r,)``.
+
+        Args:
+            row_steps: Adam steps of the rows, the coming one included.
+            step_size: ``lr scale``.
+            betas: decay rates of the moments.
+        """
         steps = row_steps if isinstance(row_steps, Tensor) else torch.tensor(float(row_steps), dtype=torch.float64)
-        step_size = lr * scale / _bias_correction(steps, betas[0])
-        denominator = _bias_correction(steps, betas[1]).sqrt()
-        return cls(step_size, denominator, torch.as_tensor(1 - lr * weight_decay, dtype=torch.float64))
+        return cls(step_size / _bias_correction(steps, betas[0]), _bias_correction(steps, betas[1]).sqrt())
 
     def along(self, dim: int) -> StepCoefficients:
         """The same with vectors over the rows shaped to broadcast over compact matrices of this ``dim``."""
         if self.step_size.ndim == 0:
             return self
-        step_size, denominator = self.step_size.unsqueeze(1 - dim), self.denominator.unsqueeze(1 - dim)
-        return StepCoefficients(step_size, denominator, self.shrink)
-
-
-Scratch = tuple[Tensor | None, Tensor | None]
-"""Two buffers shaped like the compact gradient, in the dtype of the moments, or ``None`` to allocate as needed."""
-NO_SCRATCH: Scratch = (None, None)
+        return StepCoefficients(self.step_size.unsqueeze(1 - dim), self.denominator.unsqueeze(1 - dim))
 
 
 class ScratchPool:
-    """Hands the same two buffers to one weight after another.
+    """Hands the same memory to one list of weights after another.
 
-    Without them the temporaries of a step cost more on a CPU than its arithmetic: fresh memory faults in page by page.
+    Without it the temporaries of a step cost more on a CPU than its arithmetic: fresh memory faults in page by page.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
-    def like(self, compact: Tensor) -> Scratch:
-        """Uninitialised buffers of the shape, strides, dtype and device of ``compact``, which is dense."""
-        return self._take(0, compact), self._take(1, compact)
+    def like(self, slot: int, compacts: list[Tensor]) -> list[Tensor]:
+        """Uninitialised tensors of the shapes, strides, dtype and device of ``compacts``, dense matrices of one dtype.
 
-    def _take(self, slot: int, compact: Tensor) -> Tensor:
-        key = (slot, compact.dtype, compact.device)
-        if key not in self._buffers or self._buffers[key].numel() < compact.numel():
-            self._buffers[key] = torch.empty(compact.numel(), dtype=compact.dtype, device=compact.device)
-        return self._buffers[key].as_strided(compact.shape, compact.stride())
+        What the same ``slot`` has handed out before is given up.
+        """
+        key, size = (slot, compacts[0].dtype, compacts[0].device), sum(t.numel() for t in compacts)
+        if key not in self._buffers or self._buffers[key].numel() < size:
+            self._buffers[key] = torch.empty(size, dtype=key[1], device=key[2])
+        views, offset = [], 0
+        for t in compacts:
+            views.append(self._buffers[key].as_strided(t.shape, t.stride(), offset))
+            offset += t.numel()
+        return views
 
 
 def compact_adamw(
@@ -118,105 +109,72 @@ def compact_adamw(
         decay: ``"selected"`` decays the rows that move, each once; ``"all"`` decays the whole weight.
         maximize: ascend.
     """
-    coefficients = StepCoefficients.at(row_steps, lr=lr, betas=betas, scale=scale, weight_decay=weight_decay)
+    lr = float(lr)
+    shrink = 1 - lr * weight_decay
     if decay == "all":
-        coefficients = decay_all_(weight, coefficients)
-    adamw_rows_(
-        weight, projector, grad, exp_avg, exp_avg_sq, coefficients, NO_SCRATCH, betas=betas, eps=eps, maximize=maximize
-    )
+        weight.mul_(shrink)
+        shrink = 1.0
+    coefficients = StepCoefficients.at(row_steps, lr * scale, betas).along(projector.dim)
+    rows, wide = rows_to_step(weight, projector, torch.empty_like(exp_avg)), grad.to(exp_avg.dtype)
+    adamw_([rows], [wide], [exp_avg], [exp_avg_sq], [coefficients], [shrink], betas=betas, eps=eps, maximize=maximize)
+    put_back_(weight, projector, rows, shrink)
 
 
-def decay_all_(weight: Tensor, coefficients: StepCoefficients) -> StepCoefficients:
-    """Decay the whole ``weight`` in place; returns the coefficients with which its rows do not decay again."""
-    weight.mul_(coefficients.shrink)
-    return StepCoefficients(coefficients.step_size, coefficients.denominator, torch.ones(()))
+def rows_to_step(weight: Tensor, projector: Projector, out: Tensor) -> Tensor:
+    """What a step of the chosen rows changes, in ``out``: their values, if scaled zeros to which their changes add up.
+
+    Scaled rows may repeat: each is decayed once, and the changes of all its repetitions are added.
+    """
+    return projector.gather(weight, out=out) if projector.scale is None else out.zero_()
 
 
-def adamw_rows_(
-    weight: Tensor,
-    projector: Projector,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    coefficients: StepCoefficients,
-    scratch: Scratch,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    maximize: bool,
-) -> None:
-    """:func:`compact_adamw` with the coefficients at hand; ``grad`` may lie in ``scratch[0]``."""
-    c = coefficients.along(projector.dim)
-    update = adam_direction_(
-        grad, exp_avg, exp_avg_sq, c.denominator, scratch[1], betas=betas, eps=eps, maximize=maximize
-    )
-    update.mul_(c.step_size)
-    rows = projector.gather(weight, out=scratch[0]).to(update.dtype).mul_(c.shrink)
+def put_back_(weight: Tensor, projector: Projector, rows: Tensor, shrink: float) -> None:
+    """Write the stepped ``rows`` of :func:`rows_to_step` to where they came from."""
     if projector.scale is None:
-        projector.scatter_(weight, rows.sub_(update))
-    else:
         projector.scatter_(weight, rows)
-        projector.add_to_(weight, update, alpha=-1.0)
+        return
+    projector.scatter_(weight, projector.gather(weight).to(rows.dtype).mul_(shrink))
+    projector.add_to_(weight, rows)
 
 
-def adam_direction_(
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    denominator: Tensor,
-    out: Tensor | None = None,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    maximize: bool = False,
-) -> Tensor:
-    """Update the moments in place and return ``M / (sqrt(V) / denominator + eps)``, in ``out`` where given."""
-    grad = grad.to(exp_avg.dtype)
-    grad = -grad if maximize else grad
-    exp_avg.lerp_(grad, 1 - betas[0])
-    exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
-    root = torch.sqrt(exp_avg_sq, out=out).div_(denominator).add_(eps)
-    return torch.div(exp_avg, root, out=root)
-
-
-def project_and_step_(
-    weight: Tensor,
-    projector: Projector,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    coefficients: StepCoefficients,
-    scratch: Scratch = NO_SCRATCH,
-    **hyperparameters: Any,
-) -> None:
-    """:func:`adamw_rows_` from the full ``(m, n)`` gradient."""
-    compact = projector.rescale(projector.gather(grad, out=scratch[0]))
-    adamw_rows_(weight, projector, compact, exp_avg, exp_avg_sq, coefficients, scratch, **hyperparameters)
-
-
-def step_active_(
-    dim: int,
-    active: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    coefficients: StepCoefficients,
-    scratch: Scratch = NO_SCRATCH,
+def adamw_(
+    rows: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    coefficients: list[StepCoefficients],
+    shrinks: list[float],
+    scratch: list[Tensor] | None = None,
     *,
     betas: tuple[float, float],
     eps: float,
     maximize: bool,
 ) -> None:
-    """The step of :func:`adamw_rows_` on rows held in a tensor of their own, ``active (r, n)`` or ``(m, r)``."""
-    c = coefficients.along(dim)
-    update = adam_direction_(
-        grad, exp_avg, exp_avg_sq, c.denominator, scratch[1], betas=betas, eps=eps, maximize=maximize
-    )
-    update.mul_(c.step_size)
-    if active.dtype == update.dtype:
-        active.mul_(c.shrink).sub_(update)
-    else:
-        active.copy_(active.to(update.dtype).mul_(c.shrink).sub_(update))
+    """AdamW on matrices of one dtype each with its gradient and moments; updates rows and moments in place.
+
+    Args:
+        rows: the values to step.
+        grads: their gradients, left as they are unless they are the ``scratch``.
+        exp_avgs: first moments.
+        exp_avg_sqs: second moments.
+        coefficients: of each matrix, shaped to broadcast over it.
+        shrinks: ``1 - lr weight_decay`` for each.
+        scratch: what to compute in, shaped like ``rows``; may be ``grads``.
+        betas: decay rates of the moments.
+        eps: added to the denominator.
+        maximize: ascend.
+    """
+    if maximize:
+        grads = list(torch._foreach_neg(grads))
+    torch._foreach_lerp_(exp_avgs, grads, 1 - betas[0])
+    torch._foreach_mul_(exp_avg_sqs, betas[1])
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - betas[1])
+    roots = [torch.sqrt(v, out=out) for v, out in zip(exp_avg_sqs, scratch or map(torch.empty_like, rows), strict=True)]
+    torch._foreach_div_(roots, [c.denominator for c in coefficients])
+    torch._foreach_add_(roots, eps)
+    torch._foreach_div_(roots, [c.step_size for c in coefficients])
+    torch._foreach_mul_(rows, shrinks)
+    torch._foreach_addcdiv_(rows, exp_avgs, roots, -1.0)
 
 
 def _bias_correction(steps: Tensor, beta: float) -> Tensor:

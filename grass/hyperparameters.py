@@ -121,6 +121,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bank_dtype": _one_of(("float32", "bfloat16")),
     "moment_dtype": _one_of(PRECISIONS),
     "stochastic_rounding": _one_of((False, True)),
+    "fused": _one_of((None, False, True)),
 }
 
 SHARED_KEYS = (

@@ -18,7 +18,7 @@ from grass.layers import CompactLayer
 from grass.moments import HOST_KEYS, State
 from grass.ranks import Ranks, checksum
 from grass.shards import aligned_grad, assembled, local
-from grass.steps import ActiveRows, GroupStep, is_half, step_device
+from grass.steps import GroupStep, Member, step_device, step_group
 
 ParamsT = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -67,8 +67,9 @@ class GrassAdamW(Optimizer):
         refresh: how compact mode learns the norms for a selection: ``"sketch"``, from a Johnson-Lindenstrauss sketch of
             the gradient, or ``"exact"``, from the full gradient of that one step.
         sketch_size: columns of the sketch.
-        fused: step float32 weights on the CPU with a kernel that reads and writes every chosen row once; it is compiled
-            on first use and needs a C++ compiler. Elsewhere it changes nothing.
+        fused: step float32 weights on the CPU by a kernel that reads and writes every chosen row once. It is compiled
+            on first use: where there is no C++ compiler, ``None`` falls back to torch's operators and says so once,
+            ``True`` raises ``RuntimeError``. ``False`` never uses it. On other devices it changes nothing.
 
     Attributes:
         process_group: the ranks that train this model together; ``None``, which pickles restore, means all there are.
@@ -111,7 +112,7 @@ class GrassAdamW(Optimizer):
         stochastic_rounding: bool = False,
         refresh: str = "sketch",
         sketch_size: int = 32,
-        fused: bool = False,
+        fused: bool | None = None,
     ) -> None:
         defaults = {key: value for key, value in locals().items() if key not in ("self", "params", "__class__")}
         self._background = Background()
@@ -175,24 +176,14 @@ class GrassAdamW(Optimizer):
         self.verify_settings()
         chosen: list[Tensor] = []
         for group in self.param_groups:
-            group_step = GroupStep(group, scratch, self._background, ranks, chosen)
-            plain, active = [], []
-            for p in group["params"]:
-                if p.grad is None:
-                    pass
-                elif id(p) in layers:
-                    active.append(
-                        ActiveRows(local(p.detach()), local(aligned_grad(p)), layers[id(p)], self.state[p], index)
-                    )
-                elif is_projected(p, group):
-                    group_step.projected(p, aligned_grad(p), self.state[p], index, self.given_norms.pop(p, None))
-                elif group["stochastic_rounding"] and is_half(p.dtype):
-                    group_step.rounded(p, aligned_grad(p), self.state[p], index)
-                else:
-                    plain.append(p)
-                index += 1
-            group_step.plain(plain, [self.state[p] for p in plain])
-            group_step.active(active)
+            members = [
+                Member(p, aligned_grad(p), self.state[p], i)
+                for i, p in enumerate(group["params"], index)
+                if p.grad is not None
+            ]
+            index += len(group["params"])
+            step = GroupStep(group, scratch, self._background, ranks, chosen)
+            step_group(step, members, layers, self.given_norms)
         ranks.verify_selection(chosen)
         return loss
 
@@ -202,9 +193,10 @@ class GrassAdamW(Optimizer):
         Raises:
             ValueError: on every rank, naming a setting that differs and the ranks that have each value.
         """
-        ranks, layers = Ranks.of(self.process_group), layers_by_parameter()
+        ranks = Ranks.of(self.process_group)
         if self._verified or ranks.group is None:
             return
+        layers = layers_by_parameter()
         settings: dict[str, Any] = {}
         for number, group in enumerate(self.param_groups):
             settings |= {f"{key} of group {number}": group[key] for key in SHARED_KEYS}

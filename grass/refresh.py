@@ -1,16 +1,14 @@
-"""The life of one selection: when it is due, how it is chosen, and the step coefficients that follow from its age."""
+"""The life of one selection: when it is due, and how it is chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grass.background import Background
-from grass.functional import StepCoefficients
 from grass.moments import POLICIES, State, bank, shared_steps
 from grass.precision import full_moments, rounding_key
 from grass.projector import Projector
@@ -101,43 +99,3 @@ def is_informative(norms: Tensor) -> bool:
 def current_projector(state: State) -> Projector:
     """The projector of the rows being trained."""
     return Projector(state["indices"], state.get("row_scale"), state["dim"])
-
-
-@dataclass
-class GroupCoefficients:
-    """Step coefficients for the weights of one group in one step; weights of equal age share them."""
-
-    group: dict[str, Any]
-    _shared: dict[tuple[int, float], StepCoefficients] = field(default_factory=dict)
-
-    def at(self, state: State) -> StepCoefficients:
-        """Coefficients for one weight, whose ``step`` already counts this step; advances its rows' own counts."""
-        warmup = self.warmup(state)
-        if "row_steps" in state:
-            return self._make(state["row_steps"].add_(1), warmup)
-        key = (shared_steps(state), warmup)
-        if key not in self._shared:
-            self._shared[key] = self._make(key[0], warmup)
-        return self._shared[key]
-
-    def numbers(self, state: State) -> dict[str, Any]:
-        """The same as :func:`grass.kernels.compact_adamw_` takes it; advances the rows' own counts."""
-        group, steps = self.group, shared_steps(state)
-        lr = float(group["lr"]) * self.warmup(state)
-        row_steps = state["row_steps"].add_(1) if "row_steps" in state else steps
-        return {"row_steps": row_steps, "step_size": lr * group["scale"], "shrink": 1 - lr * group["weight_decay"]}
-
-    def _make(self, row_steps: Tensor | int, warmup: float) -> StepCoefficients:
-        group = self.group
-        return StepCoefficients.at(
-            row_steps,
-            lr=group["lr"] * warmup,
-            betas=group["betas"],
-            scale=group["scale"],
-            weight_decay=group["weight_decay"],
-        )
-
-    def warmup(self, state: State) -> float:
-        """The factor on the learning rate by which a refresh is eased in."""
-        length = self.group["warmup_after_refresh"]
-        return min(1.0, shared_steps(state) / length) if length and state["refreshes"] > 1 else 1.0

@@ -94,18 +94,15 @@ def _twin(
     key: int | None,
     moment_key: int | None,
 ) -> None:
-    from grass.functional import StepCoefficients, adam_direction_  # grass itself imports this module
+    from grass.functional import StepCoefficients, adamw_  # grass itself imports this module
 
     wide = torch.promote_types(exp_avg.dtype, torch.float32)
     first, second = exp_avg.to(wide), exp_avg_sq.to(wide)
-    steps = torch.tensor(step, dtype=torch.float64) if ages is None else ages
-    c = StepCoefficients.at(steps, lr=step_size, betas=(beta1, beta2)).along(0)
-    compact = grad.index_select(0, indices) if gather_grad else grad
-    update = adam_direction_(
-        compact, first, second, c.denominator, betas=(beta1, beta2), eps=eps, maximize=maximize
-    ).mul_(c.step_size)
+    c = StepCoefficients.at(step if ages is None else ages, step_size, (beta1, beta2)).along(0)
+    compact = (grad.index_select(0, indices) if gather_grad else grad).to(wide)
     old = weight.index_select(0, indices) if rows is None else rows
-    new = old.to(wide).mul(shrink).sub_(update)
+    new = old.to(wide, copy=rows is not None)
+    adamw_([new], [compact], [first], [second], [c], [shrink], betas=(beta1, beta2), eps=eps, maximize=maximize)
     counter = indices.unsqueeze(1) * weight.shape[1] + torch.arange(weight.shape[1], device=weight.device)
     for stream, moment, value in ((1, exp_avg, first), (2, exp_avg_sq, second)):
         if value is not moment:

@@ -1,0 +1,57 @@
+"""Rows that are parameters themselves: compact mode."""
+
+from __future__ import annotations
+
+from grass.active import adopt, arm, choose_rows, gathered_norms
+from grass.layers import CompactLayer
+from grass.refresh import carry_moments, refresh_due
+from grass.shards import local
+from grass.steps.arithmetic import step_rows
+from grass.steps.group import GroupStep, Member, count
+from grass.steps.rows import Rows
+
+Active = tuple[Member, CompactLayer]
+"""Active rows in a step, and the converted layer that they belong to."""
+
+
+def step_active(step: GroupStep, every: list[Active]) -> None:
+    """Update active rows, write them back, choose new ones where that is due."""
+    begun = _begin(step, every)
+    count([member.state for member, _ in begun])
+    if step.group["decay"] == "all":
+        for member, layer in begun:
+            layer.decay_(step.numbers(member.state).shrink, step.value_key(member.position, member.state))
+    step_rows(step, [_rows(member, layer) for member, layer in begun])
+    for member, layer in begun:
+        if layer.scale() is not None:
+            layer.write_back(step.key(member.position, member.state))
+    _refresh(step, [item for item in begun if refresh_due(item[0].state, step.group)])
+    for member, layer in begun:
+        arm(layer, member.state, step.group)
+
+
+def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
+    """Make the state in the first step, which a fresh optimizer building its state leaves at that."""
+    fresh = [item for item in every if not item[0].state]
+    for member, layer in fresh:
+        adopt(layer, member.state, carry_moments(member.state, layer.matrix(), step.group, member.position))
+    if fresh and not step.lr:
+        moves = any(bool(member.grad.any()) for member, _ in fresh)
+        if not step.ranks.any(moves, local(fresh[0][0].grad).device):
+            return [item for item in every if item[0].state["step"] > 0]
+    return every
+
+
+def _rows(member: Member, layer: CompactLayer) -> Rows:
+    p, grad, state, index = member
+    weight = layer.matrix() if layer.scale() is None else None  # codes: the layer writes the rows back itself
+    return Rows(weight, layer.selected, None, layer.dim, local(grad), local(p.detach()), state, index)
+
+
+def _refresh(step: GroupStep, due: list[Active]) -> None:
+    """Choose new rows from the sketches, summed over the ranks."""
+    norms = gathered_norms([layer for _, layer in due], step.ranks)
+    for (member, layer), layer_norms in zip(due, norms, strict=True):
+        carry = carry_moments(member.state, layer.matrix(), step.group, member.position, step.background)
+        choose_rows(layer, layer_norms, member.state, carry, step.group, member.position)
+        step.chosen.append(member.state["indices"])

@@ -1,0 +1,80 @@
+"""The arithmetic on chosen rows, by the best of three implementations.
+
+==============================  ===================================================================================
+:mod:`grass.kernels`            in one pass by Triton on CUDA; weights and moments of narrow precision, anywhere
+:mod:`grass.cpu_kernel`         float32 on the CPU, in one pass: all weights of a group in one call of compiled C++
+:mod:`grass.steps.operators`    everything else, by torch's operators
+==============================  ===================================================================================
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grass import cpu_kernel, kernels
+from grass.kernels.dispatch import runs_triton, wants_triton
+from grass.precision import full_moments
+from grass.steps.group import GroupStep, Numbers, is_half
+from grass.steps.operators import step_by_operators
+from grass.steps.rows import Rows
+
+
+def step_rows(step: GroupStep, every: list[Rows]) -> None:
+    """Step rows, whose counts include this step, and write them into their weights."""
+    batch, rest = cpu_kernel.Batch(step.group["fused"]), []
+    triton: dict[str, bool] = {}
+    for rows in every:
+        numbers, state = _numbers(step, rows), rows.state
+        if _takes_kernel(step, rows, triton):
+            _step_by_kernel(step, rows, numbers)
+        elif rows.scale is not None or not batch.add(
+            rows.weight, rows.indices, rows.dim, rows.grad, rows.values, state["exp_avg"], state["exp_avg_sq"], *numbers
+        ):
+            rest.append((rows, numbers))
+    batch.run(**step.adam)
+    step_by_operators(step, rest)
+
+
+def _numbers(step: GroupStep, rows: Rows) -> Numbers:
+    numbers = step.numbers(rows.state)
+    if rows.values is None and step.group["decay"] == "all":  # done, with the rest of the weight
+        return numbers._replace(shrink=1.0)
+    return numbers
+
+
+def _takes_kernel(step: GroupStep, rows: Rows, triton: dict[str, bool]) -> bool:
+    """Whether rows go through :func:`grass.kernels.compact_adamw_`; ``triton`` remembers which devices do."""
+    values, group = rows.stepped(), step.group
+    if rows.scale is not None or type(values) is not Tensor:
+        return False
+    if group["moment_dtype"] != "float32" or (group["stochastic_rounding"] and is_half(values.dtype)):
+        return True
+    device = values.device.type
+    if device not in triton:
+        triton[device] = wants_triton(device)
+    return triton[device] and bool(runs_triton("compact_adamw_", values, rows.grad))
+
+
+def _step_by_kernel(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
+    """Step by :func:`grass.kernels.compact_adamw_`, which stores bfloat16 moments itself."""
+    precision, key = step.group["moment_dtype"], step.key(rows.index, rows.state)
+    native = precision == "bfloat16"
+    weight, indices, values = rows.weight, rows.indices, rows.values
+    if weight is None:  # the values themselves are stepped, each where it is
+        assert values is not None
+        weight, values, indices = values, None, torch.arange(indices.numel(), device=indices.device)
+    with full_moments(rows.state, "float32" if native else precision, key) as moments:
+        kernels.compact_adamw_(
+            weight,
+            indices,
+            rows.grad,
+            *moments,
+            dim=rows.dim,
+            rows=values,
+            gather_grad=rows.values is None,
+            key=step.value_key(rows.index, rows.state),
+            moment_key=key if native else None,
+            **numbers._asdict(),
+            **step.adam,
+        )

@@ -1,0 +1,115 @@
+"""Chosen rows stepped by torch's operators: gathered, stepped, put back, as many weights at a time as stay in cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from grass.functional import StepCoefficients, adamw_, put_back_, rows_to_step
+from grass.precision import full_moments
+from grass.steps.group import GroupStep, Numbers
+from grass.steps.plain import torch_adamw
+from grass.steps.rows import Rows
+
+BUCKET = 2**17
+"""Elements stepped at once: enough small weights to pay for the calls, few enough to stay in a processor's cache."""
+
+Numbered = tuple[Rows, Numbers]
+
+
+def step_by_operators(step: GroupStep, every: list[Numbered]) -> None:
+    """Step rows and write them into their weights."""
+    for bucket in _buckets(every):
+        with ExitStack() as stack:
+            for rows, _ in bucket:
+                key = step.key(rows.index, rows.state)
+                stack.enter_context(full_moments(rows.state, step.group["moment_dtype"], key))
+            _step(step, bucket)
+
+
+def _buckets(every: list[Numbered]) -> Iterator[list[Numbered]]:
+    """Split into parts of one type and device and of at most :data:`BUCKET` elements, or one weight."""
+    bucket: list[Numbered] = []
+    size, kind = 0, None
+    for rows, numbers in every:
+        moment = rows.state["exp_avg"]
+        if bucket and (size + moment.numel() > BUCKET or (moment.dtype, moment.device) != kind):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((rows, numbers))
+        size, kind = size + moment.numel(), (moment.dtype, moment.device)
+    if bucket:
+        yield bucket
+
+
+def _step(step: GroupStep, bucket: list[Numbered]) -> None:
+    every = [rows for rows, _ in bucket]
+    exp_avgs, exp_avg_sqs = ([rows.state[key] for rows in every] for key in ("exp_avg", "exp_avg_sq"))
+    scratch = step.scratch.like(0, exp_avgs)
+    if every[0].values is None:
+        grads = [_compact_grad(rows, out) for rows, out in zip(every, scratch, strict=True)]
+        places = zip(every, step.scratch.like(1, exp_avgs), strict=True)
+        values = [rows_to_step(rows.stepped(), rows.projector(), out) for rows, out in places]
+    else:
+        grads = [rows.grad.to(rows.state["exp_avg"].dtype) for rows in every]
+        values = [rows.stepped().to(rows.state["exp_avg"].dtype) for rows in every]
+    tensors = values, grads, exp_avgs, exp_avg_sqs
+    if _share_numbers(bucket) and all(map(_share_layout, *tensors)):
+        _step_as_parameters(step, bucket, *tensors)
+    else:
+        shrinks = [numbers.shrink for _, numbers in bucket]
+        adamw_(*tensors, _coefficients(step, bucket), shrinks, scratch, **step.adam)
+    for (rows, numbers), stepped in zip(bucket, values, strict=True):
+        _put_back(rows, stepped, numbers.shrink)
+
+
+def _compact_grad(rows: Rows, out: Tensor) -> Tensor:
+    projector = rows.projector()
+    return projector.rescale(projector.gather(rows.grad, out=out))
+
+
+def _share_numbers(bucket: list[Numbered]) -> bool:
+    """Whether all rows are stepped alike but for the age of their weight's selection."""
+    unscaled = all(rows.scale is None and not isinstance(numbers.row_steps, Tensor) for rows, numbers in bucket)
+    return unscaled and len({numbers[1:] for _, numbers in bucket}) == 1
+
+
+def _share_layout(*tensors: Tensor) -> bool:
+    return len({t.stride() for t in tensors}) == 1
+
+
+def _step_as_parameters(step: GroupStep, bucket: list[Numbered], *tensors: list[Tensor]) -> None:
+    """Step values, given with gradients and moments, as torch steps parameters: in one pass over memory."""
+    _, lr, shrink = bucket[0][1]
+    ages = torch.tensor([numbers.row_steps - 1.0 for _, numbers in bucket], device=tensors[0][0].device)
+    values, grads, exp_avgs, exp_avg_sqs = tensors
+    decay = (1 - shrink) / lr if lr else 0.0
+    torch_adamw(step, values, grads, exp_avgs, exp_avg_sqs, list(ages.unbind()), lr, decay)
+
+
+def _coefficients(step: GroupStep, bucket: list[Numbered]) -> list[StepCoefficients]:
+    """Of each weight, shaped to broadcast over its rows; weights of one age share them."""
+    shared: dict[tuple[int, float], StepCoefficients] = {}
+    every = []
+    for rows, (ages, step_size, _) in bucket:
+        if isinstance(ages, Tensor):
+            every.append(StepCoefficients.at(ages, step_size, step.group["betas"]).along(rows.dim))
+            continue
+        if (ages, step_size) not in shared:
+            shared[ages, step_size] = StepCoefficients.at(ages, step_size, step.group["betas"])
+        every.append(shared[ages, step_size])
+    return every
+
+
+def _put_back(rows: Rows, stepped: Tensor, shrink: float) -> None:
+    """Write stepped values to where they came from, active rows into their weight too."""
+    if rows.values is None:
+        put_back_(rows.stepped(), rows.projector(), stepped, shrink)
+        return
+    if stepped is not rows.values:
+        rows.values.copy_(stepped)
+    if rows.weight is not None:
+        rows.projector().scatter_(rows.weight, rows.values)

@@ -1,0 +1,56 @@
+"""Weights of which a step chooses, keeps and updates rows of the full gradient: dense mode."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from grass.hyperparameters import as_matrix, resolve_dim, resolve_rank
+from grass.precision import shrink_
+from grass.refresh import carry_moments, refresh, refresh_due
+from grass.shards import check_shards, local, row_norms
+from grass.steps.arithmetic import step_rows
+from grass.steps.group import GroupStep, Member, count
+from grass.steps.rows import Rows
+
+
+def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Tensor, Tensor]) -> None:
+    """Choose new rows of each weight if that is due, by the given norms or those of its gradient; update them."""
+    stepped = [member for member in members if _choose(step, member, given_norms.pop(member.parameter, None))]
+    count([member.state for member in stepped])
+    every = [_rows(member) for member in stepped]
+    if step.group["decay"] == "all":
+        for rows in every:
+            shrink_(rows.stepped(), step.numbers(rows.state).shrink, step.value_key(rows.index, rows.state))
+    step_rows(step, every)
+    for member, rows in zip(stepped, every, strict=True):
+        if member.parameter.ndim > 2:
+            _copy_back(local(member.parameter.detach()), rows.stepped())
+
+
+def _choose(step: GroupStep, member: Member, norms: Tensor | None) -> bool:
+    """Choose rows if that is due. Returns whether the step goes on."""
+    p, grad, state, index = member
+    group = step.group
+    if not refresh_due(state, group):
+        return True
+    weight = as_matrix(p.detach())
+    dim = resolve_dim(group["dim"], weight)
+    rank = resolve_rank(group["rank"], weight.shape[dim])
+    check_shards(weight, dim, "A weight")
+    if norms is None:
+        norms = row_norms(as_matrix(grad), dim)
+    goes_on = refresh(state, carry_moments(state, local(weight), group, index), norms, dim, rank, group, index)
+    if goes_on:
+        step.chosen.append(state["indices"])
+    return goes_on
+
+
+def _rows(member: Member) -> Rows:
+    p, grad, state, position = member
+    weight, whole_grad = local(as_matrix(p.detach())), local(as_matrix(grad))
+    return Rows(weight, state["indices"], state.get("row_scale"), state["dim"], whole_grad, None, state, position)
+
+
+def _copy_back(part: Tensor, matrix: Tensor) -> None:
+    if matrix.data_ptr() != part.data_ptr():  # a copy: channels_last
+        part.copy_(matrix.view(part.shape))
