@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -180,12 +181,18 @@ def _convert(
     LAYERS.add(layer)
 
 
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer's step: refuse what would train nothing, or never reach the weights."""
+    """Before an optimizer's first step, and after more was converted: refuse what would train nothing, or in vain."""
     if not LAYERS:
         return
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     writes_back = getattr(optimizer, "writes_back_active_rows", False)
+    version = writes_back, LAYERS.additions, *(len(group["params"]) for group in optimizer.param_groups)
+    if _CHECKED.get(optimizer) == version:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for layer in LAYERS:
         active, weight = layer._parameters["active"], layer._parameters["weight"]  # past slow __getattr__
         if id(active) not in held and id(weight) in held:
@@ -198,6 +205,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 f"{type(optimizer).__name__} would train active rows that never reach the model's weights: use "
                 "grass.GrassAdamW, or call grass.attach(optimizer, model) once after building this one"
             )
+    _CHECKED[optimizer] = version
 
 
 @functools.cache

@@ -34,12 +34,12 @@ class StepCoefficients:
     denominator: Tensor
 
     @classmethod
-    def at(cls, row_steps: Tensor | float, step_size: float, betas: tuple[float, float]) -> StepCoefficients:
+    def at(cls, row_steps: Tensor | float, step_size: Tensor | float, betas: tuple[float, float]) -> StepCoefficients:
         """Coefficients of step ``row_steps >= 1``, a number where all rows share it, else float ``(r,)``.
 
         Args:
             row_steps: Adam steps of the rows, the coming one included.
-            step_size: ``lr scale``.
+            step_size: ``lr scale``, a number or ``(r,)``.
             betas: decay rates of the moments.
         """
         steps = row_steps if isinstance(row_steps, Tensor) else torch.tensor(float(row_steps), dtype=torch.float64)

@@ -35,7 +35,18 @@ from grass.projector import Projector, select_columns
 from grass.shards import local
 from grass.weight_codes import decode_weight
 
-LAYERS: weakref.WeakSet[CompactLayer] = weakref.WeakSet()
+
+class _Layers(weakref.WeakSet["CompactLayer"]):
+    """Counts how often a layer was added."""
+
+    additions = 0
+
+    def add(self, item: CompactLayer) -> None:
+        self.additions += 1
+        super().add(item)
+
+
+LAYERS = _Layers()
 """Every converted layer alive: an optimizer that was given parameters alone finds their layers here."""
 
 

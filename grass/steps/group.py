@@ -73,15 +73,11 @@ class GroupStep:
 
     def numbers(self, state: State) -> Numbers:
         """The numbers for one weight, whose counts include this step."""
-        lr = self.lr * self.warmup(state)
-        row_steps = state.get("row_steps")
+        group, lr, row_steps = self.group, self.lr, state.get("row_steps")
+        if group["warmup_after_refresh"] and state["refreshes"] > 1:
+            lr *= min(1.0, shared_steps(state) / group["warmup_after_refresh"])
         ages = shared_steps(state) if row_steps is None else row_steps
-        return Numbers(ages, lr * self.group["scale"], 1 - lr * self.group["weight_decay"])
-
-    def warmup(self, state: State) -> float:
-        """The factor on the learning rate by which a refresh is eased in."""
-        length = self.group["warmup_after_refresh"]
-        return min(1.0, shared_steps(state) / length) if length and state["refreshes"] > 1 else 1.0
+        return Numbers(ages, lr * group["scale"], 1 - lr * group["weight_decay"])
 
     def key(self, index: int, state: State) -> int:
         """Of what is rounded stochastically in this step of a parameter."""

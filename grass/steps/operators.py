@@ -22,11 +22,11 @@ Numbered = tuple[Rows, Numbers]
 
 def step_by_operators(step: GroupStep, every: list[Numbered]) -> None:
     """Step rows and write them into their weights."""
+    precision = step.group["moment_dtype"]
     for bucket in _buckets(every):
         with ExitStack() as stack:
-            for rows, _ in bucket:
-                key = step.key(rows.index, rows.state)
-                stack.enter_context(full_moments(rows.state, step.group["moment_dtype"], key))
+            for rows, _ in bucket if precision != "float32" else ():
+                stack.enter_context(full_moments(rows.state, precision, step.key(rows.index, rows.state)))
             _step(step, bucket)
 
 
@@ -91,17 +91,18 @@ def _step_as_parameters(step: GroupStep, bucket: list[Numbered], *tensors: list[
 
 
 def _coefficients(step: GroupStep, bucket: list[Numbered]) -> list[StepCoefficients]:
-    """Of each weight, shaped to broadcast over its rows; weights of one age share them."""
-    shared: dict[tuple[int, float], StepCoefficients] = {}
-    every = []
-    for rows, (ages, step_size, _) in bucket:
-        if isinstance(ages, Tensor):
-            every.append(StepCoefficients.at(ages, step_size, step.group["betas"]).along(rows.dim))
-            continue
-        if (ages, step_size) not in shared:
-            shared[ages, step_size] = StepCoefficients.at(ages, step_size, step.group["betas"])
-        every.append(shared[ages, step_size])
-    return every
+    """Of each weight, shaped to broadcast over its rows."""
+    counts = [rows.indices.numel() for rows, _ in bucket]
+    like = bucket[0][0].state["exp_avg"]
+    ages = [
+        steps if isinstance(steps, Tensor) else like.new_full((count,), steps)
+        for (_, (steps, _, _)), count in zip(bucket, counts, strict=True)
+    ]
+    sizes = torch.tensor([numbers.step_size for _, numbers in bucket], dtype=torch.float64)
+    sizes = sizes.repeat_interleave(torch.tensor(counts)).to(like)
+    every = StepCoefficients.at(torch.cat(ages), sizes, step.group["betas"])
+    parts = zip(torch.split(every.step_size, counts), torch.split(every.denominator, counts), strict=True)
+    return [StepCoefficients(*part).along(rows.dim) for (rows, _), part in zip(bucket, parts, strict=True)]
 
 
 def _put_back(rows: Rows, stepped: Tensor, shrink: float) -> None:

@@ -15,7 +15,11 @@ from grass.steps.rows import Rows
 
 def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Tensor, Tensor]) -> None:
     """Choose new rows of each weight if that is due, by the given norms or those of its gradient; update them."""
-    stepped = [member for member in members if _choose(step, member, given_norms.pop(member.parameter, None))]
+    stepped = [
+        m
+        for m in members
+        if not refresh_due(m.state, step.group) or _choose(step, m, given_norms.pop(m.parameter, None))
+    ]
     count([member.state for member in stepped])
     every = [_rows(member) for member in stepped]
     if step.group["decay"] == "all":
@@ -28,11 +32,9 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
 
 
 def _choose(step: GroupStep, member: Member, norms: Tensor | None) -> bool:
-    """Choose rows if that is due. Returns whether the step goes on."""
+    """Choose rows. Returns whether the step goes on."""
     p, grad, state, index = member
     group = step.group
-    if not refresh_due(state, group):
-        return True
     weight = as_matrix(p.detach())
     dim = resolve_dim(group["dim"], weight)
     rank = resolve_rank(group["rank"], weight.shape[dim])
