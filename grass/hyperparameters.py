@@ -25,6 +25,8 @@ def validate_group(group: dict[str, Any]) -> None:
         raise ValueError(
             "stochastic_rounding=True takes replacement=False: rows that repeat are added up in the weight's precision"
         )
+    if group["residual"] and group["replacement"]:
+        raise ValueError("residual=True takes replacement=False: scaled rows have no complement")
     for tensor in _tensors(group["params"]):
         _check_tensor(tensor, group)
 
@@ -118,6 +120,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "decay": _one_of(("selected", "all")),
     "refresh": _one_of(("sketch", "exact")),
     "sketch_size": (lambda v: _is_int(v) and v >= 1, "an integer >= 1"),
+    "residual": _one_of((False, True)),
     "bank_dtype": _one_of(("float32", "bfloat16")),
     "moment_dtype": _one_of(PRECISIONS),
     "stochastic_rounding": _one_of((False, True)),
@@ -126,6 +129,6 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 SHARED_KEYS = (
     *("rank", "dim", "selection", "replacement", "update_interval", "seed", "refresh", "sketch_size"),
-    *("state_policy", "moment_dtype", "stochastic_rounding"),
+    *("state_policy", "residual", "moment_dtype", "stochastic_rounding"),
 )
 """What the processes of a distributed run must have alike, or they come apart."""

@@ -58,6 +58,10 @@ class GrassAdamW(Optimizer):
             of refreshes so far, never on the global generators.
         maximize: ascend.
         decay: ``"selected"`` decays the rows that move, ``"all"`` whole weights.
+        residual: in dense mode, move the rows that were not chosen too, along their gradient at the scale of the chosen
+            ones (:mod:`grass.steps.residual`). It needs no more state, but one more pass over gradient and weight, and
+            the whole gradient on every rank. Not for ``replacement=True``; nothing in compact mode, which has no such
+            gradient.
         bank_dtype: precision of the bank: ``"float32"`` or ``"bfloat16"``.
         moment_dtype: precision of the moments of projected weights: ``"float32"``, ``"bfloat16"`` or ``"8bit"``, both
             rounded stochastically (:mod:`grass.precision`). Moments of float64 weights stay float64.
@@ -107,6 +111,7 @@ class GrassAdamW(Optimizer):
         seed: int = 0,
         maximize: bool = False,
         decay: str = "selected",
+        residual: bool = False,
         bank_dtype: str | torch.dtype = "float32",
         moment_dtype: str | torch.dtype = "float32",
         stochastic_rounding: bool = False,

@@ -53,12 +53,16 @@ def check_shards(tensor: Tensor, selected: int, name: str) -> None:
 def row_norms(grad: Tensor, dim: int) -> Tensor:
     """Norms of the rows (``dim=1``: columns) of a gradient ``(m, n)``, whole on every rank."""
     norms: Tensor = kernels.row_norms(local(grad), dim)
-    for mesh_dim, placement in enumerate(getattr(grad, "placements", ())):
+    return norms if type(grad) is Tensor else summed(norms.square(), grad).sqrt()
+
+
+def summed(part: Tensor, like: Tensor) -> Tensor:
+    """What each rank has of a sum over the entries of ``like``, summed over those ranks that have parts of it."""
+    for mesh_dim, placement in enumerate(getattr(like, "placements", ())):
         if placement.is_shard():
-            squares = norms.square()
-            dist.all_reduce(squares, group=grad.device_mesh.get_group(mesh_dim))  # type: ignore[attr-defined]
-            norms = squares.sqrt()
-    return norms
+            part = part.clone()
+            dist.all_reduce(part, group=like.device_mesh.get_group(mesh_dim))  # type: ignore[attr-defined]
+    return part
 
 
 def assembled(state: dict[str, Any], like: Tensor, weight_shape: tuple[int, ...]) -> dict[str, Any]:

@@ -74,6 +74,7 @@ class ReferenceGrass:
         warmup_after_refresh: int = 0,
         maximize: bool = False,
         decay: str = "selected",
+        residual: bool = False,
     ) -> None:
         self.dim = dim
         self.w = self._by_row(weight).double().clone()
@@ -82,6 +83,7 @@ class ReferenceGrass:
         self.interval, self.policy, self.warmup = update_interval, state_policy, warmup_after_refresh
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.scale, self.maximize, self.decay = scale, maximize, decay
+        self.residual = residual
         self.steps = 0
         self.rows: list[int] = []
         self.rho: list[float] = []
@@ -119,11 +121,22 @@ class ReferenceGrass:
             self.m[row] = beta1 * self.m[row] + (1 - beta1) * g[row]
             self.v[row] = beta2 * self.v[row] + (1 - beta2) * g[row] ** 2
             self.row_steps[row] += 1
+        before = self.w.clone()
         for row, rho in zip(self.rows, self.rho, strict=True):
             m_hat = rho * self.m[row] / (1 - beta1 ** self.row_steps[row])
             v_hat = rho**2 * self.v[row] / (1 - beta2 ** self.row_steps[row])
             self.w[row] -= lr * self.scale * rho * m_hat / (v_hat.sqrt() + self.eps)
+        if self.residual and lr * self.scale:
+            self._move_the_rest(g, (before - self.w) / (lr * self.scale), lr * self.scale)
         self.steps += 1
+
+    def _move_the_rest(self, g: Tensor, direction: Tensor, size: float) -> None:
+        """Column by column scaled as the chosen rows are; row by row as long as those on average."""
+        factors = [direction[self.rows, j].norm() / g[self.rows, j].norm() for j in range(g.shape[1])]
+        length = sum(float(direction[row].norm()) for row in self.rows) / len(self.rows)
+        for row in set(range(len(g))) - set(self.rows):
+            along = torch.stack(factors) * g[row]
+            self.w[row] -= size * length * along / along.norm()
 
 
 def uneven_gradients(shape: tuple[int, ...], steps: int, seed: int = 0) -> Iterator[Tensor]:

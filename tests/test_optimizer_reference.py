@@ -96,6 +96,16 @@ def test_options(options: dict, policy: str) -> None:
     compare(1, TOLERANCE[policy], selection="multinomial_norm", **arguments)
 
 
+@pytest.mark.parametrize("policy", ["reset", "keep", "bank"])
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["plain", *OPTIONS.keys()])
+def test_residual(options: dict, dim: int, policy: str) -> None:
+    """The reference finds the direction of the chosen rows from what they moved, which costs digits."""
+    arguments = {"rank": RANK, "update_interval": INTERVAL, "state_policy": policy, **HYPER, **options}
+    tolerance = {key: 100 * value for key, value in TOLERANCE[policy].items()}
+    compare(dim, tolerance, selection="multinomial_norm", residual=True, **arguments)
+
+
 @pytest.mark.parametrize("decay", ["selected", "all"])
 @pytest.mark.parametrize("policy", ["reset", "keep", "bank"])
 def test_many_duplicates(policy: str, decay: str) -> None:

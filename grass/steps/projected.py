@@ -10,6 +10,7 @@ from grass.refresh import carry_moments, refresh, refresh_due
 from grass.shards import check_shards, local, row_norms
 from grass.steps.arithmetic import step_rows
 from grass.steps.group import GroupStep, Member, count
+from grass.steps.residual import step_residual
 from grass.steps.rows import Rows
 
 
@@ -26,6 +27,9 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
         for rows in every:
             shrink_(rows.stepped(), step.numbers(rows.state).shrink, step.value_key(rows.index, rows.state))
     step_rows(step, every)
+    if step.group["residual"]:
+        for member, rows in zip(stepped, every, strict=True):
+            step_residual(step, member, rows)
     for member, rows in zip(stepped, every, strict=True):
         if member.parameter.ndim > 2:
             _copy_back(local(member.parameter.detach()), rows.stepped())

@@ -25,6 +25,7 @@ GRASS_OPTIONS = (
     "warmup_after_refresh",
     "seed",
     "decay",
+    "residual",
     "bank_dtype",
     "moment_dtype",
     "stochastic_rounding",
@@ -55,6 +56,7 @@ class OptimizerConfig:
         warmup_after_refresh: steps of learning-rate warm-up after each refresh.
         seed: of the row selection.
         decay: what ``weight_decay`` decays, ``"selected"`` rows or ``"all"``.
+        residual: move the rows that were not chosen too (dense mode).
         bank_dtype: precision of the bank.
         refresh: how compact mode learns the norms, ``"sketch"`` or ``"exact"``.
         sketch_size: columns of the sketch.
@@ -80,6 +82,7 @@ class OptimizerConfig:
     warmup_after_refresh: int = 0
     seed: int = 0
     decay: str = "selected"
+    residual: bool = False
     bank_dtype: str = "float32"
     refresh: str = "sketch"
     sketch_size: int = 32

@@ -74,7 +74,7 @@ def run_cell(cell: Cell, data_config: DataConfig) -> dict[str, Any] | None:
         )
         trainer = Trainer(model, build_optimizer(model, cell.optimizer), data, train_config)
         result = trainer.run()
-        losses = pd.read_csv(Path(out) / "metrics.csv")["eval_loss"]
+        losses = pd.read_csv(Path(out) / "metrics.csv")["eval_loss"].dropna()
     if result.step < cell.steps:
         return None
     return {
