@@ -57,6 +57,10 @@ class ReducedAllreduceState:
     def __init__(self, optimizer: GrassAdamW, *, refresh: str = "full") -> None:
         if refresh not in ("full", "sketch"):
             raise ValueError(f"Invalid {refresh=}: must be 'full' or 'sketch'")
+        if any(group["residual"] and group["rank"] is not None for group in optimizer.param_groups):
+            raise ValueError(
+                "The reduced all-reduce needs residual=False: a residual takes the whole gradient on every rank"
+            )
         self.optimizer, self.refresh = optimizer, refresh
         optimizer.verify_settings()
 

@@ -112,13 +112,13 @@ def shard_blocks(model: nn.Module) -> None:
 def data_parallel(model: nn.Module, optimizer: Optimizer, processes: Processes) -> nn.Module:
     """The module to call: the model itself where it is alone or sharded, else DDP around it.
 
-    Dense Grass gets the reduced all-reduce.
+    Dense Grass gets the reduced all-reduce, unless its residual needs whole gradients.
     """
     if processes.size == 1 or isinstance(model, FSDPModule):
         return model
     ids = [processes.device.index] if processes.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    if isinstance(optimizer, GrassAdamW):
+    if isinstance(optimizer, GrassAdamW) and not any(group["residual"] for group in optimizer.param_groups):
         ddp.register_comm_hook(ReducedAllreduceState(optimizer), reduced_allreduce_hook)
     return ddp
 

@@ -20,6 +20,7 @@ from tests.distributed.world import run_world
 POLICIES: list[dict[str, Any]] = [
     {"selection": "top_r", "state_policy": "reset"},
     {"selection": "multinomial_norm", "state_policy": "bank", "replacement": True},
+    {"selection": "multinomial_norm", "state_policy": "keep", "residual": True},
 ]
 
 

@@ -1,0 +1,130 @@
+"""The residual, beyond what :mod:`tests.test_optimizer_reference` compares with a slow reference."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import Parameter
+
+from grass import GrassAdamW
+from grass.memory import state_bytes
+from tests.reference import gradients_for, run, uneven_gradients
+
+OPTIONS = dict(lr=1e-2, update_interval=3, selection="multinomial_norm", weight_decay=0.0)
+
+
+def stepped(residual: bool, dim: int, steps: int = 1, shape: tuple[int, int] = (9, 12), **options) -> tuple:
+    """Weights before and after some steps on the same gradients, and the optimizer's state."""
+    parameter = Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    before = parameter.detach().clone()
+    optimizer = GrassAdamW([parameter], dim=dim, residual=residual, **{**OPTIONS, "rank": 4, **options})
+    for gradient in uneven_gradients(shape, steps):
+        parameter.grad = gradient.float()
+        optimizer.step()
+    return before, parameter.detach(), optimizer
+
+
+@pytest.mark.parametrize("fused", [False, None])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_chosen_rows_step_as_without_it(dim: int, fused: bool | None) -> None:
+    (before, with_it, optimizer), (_, without, _) = (stepped(flag, dim, fused=fused) for flag in (True, False))
+    rows = optimizer.state[optimizer.param_groups[0]["params"][0]]["indices"]
+    others = [row for row in range(before.shape[dim]) if row not in rows]
+    assert torch.equal(with_it.index_select(dim, rows), without.index_select(dim, rows))
+    assert torch.equal(without.movedim(dim, 0)[others], before.movedim(dim, 0)[others])
+    moved = (with_it - before).movedim(dim, 0)
+    expected = moved[rows].norm(dim=1).mean().expand(len(others))
+    torch.testing.assert_close(moved[others].norm(dim=1), expected, rtol=1e-4, atol=0)  # differences of float32 weights
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_full_rank_is_adamw(dim: int) -> None:
+    ours = [Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))]
+    theirs = copy.deepcopy(ours)
+    gradients = gradients_for(ours, 10)
+    run(GrassAdamW(ours, rank=6, dim=dim, residual=True, update_interval=100, lr=1e-2), ours, gradients)
+    run(torch.optim.AdamW(theirs, lr=1e-2), theirs, gradients)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-7)  # float32
+
+
+def test_no_more_state() -> None:
+    (_, _, with_it), (_, _, without) = (stepped(flag, 1, 7, state_policy="bank") for flag in (True, False))
+    assert state_bytes(with_it) == state_bytes(without)
+
+
+@pytest.mark.parametrize("gradient", [torch.zeros(9, 12), torch.ones(9, 12).tril(-3)], ids=["none", "some rows"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_without_gradient_stay(dim: int, gradient: Tensor) -> None:
+    parameter = Parameter(torch.randn(9, 12))
+    before, optimizer = parameter.detach().clone(), GrassAdamW([parameter], rank=3, dim=dim, residual=True, **OPTIONS)
+    for _ in range(4):
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    still = gradient == 0
+    assert torch.equal(parameter.detach()[still], before[still])
+    assert parameter.isfinite().all()
+
+
+@given(power=st.integers(-20, 15))
+def test_the_gradients_scale_does_not_matter(power: int) -> None:
+    """As for AdamW with ``eps=0``; by powers of two, which round nothing."""
+    trained = []
+    for scale in (1.0, 2.0**power):
+        parameter = Parameter(torch.ones(5, 7))
+        optimizer = GrassAdamW([parameter], rank=2, residual=True, eps=0.0, **OPTIONS)
+        for gradient in uneven_gradients((5, 7), 5):
+            parameter.grad = gradient.float() * scale
+            optimizer.step()
+        trained.append(parameter.detach())
+    torch.testing.assert_close(trained[1], trained[0], rtol=1e-5, atol=1e-6)  # float32
+
+
+@pytest.mark.parametrize(("moment_dtype", "error"), [("bfloat16", 0.1), ("8bit", 0.5)])
+def test_narrow_moments(moment_dtype: str, error: float) -> None:
+    """The residual reads moments as they are stored, and leaves them so; 8 bits code such uneven rows coarsely."""
+    (before, exact, _), (_, narrow, _) = (
+        stepped(True, 1, 6, shape=(64, 48), moment_dtype=d) for d in ("float32", moment_dtype)
+    )
+    moved = exact - before
+    assert (narrow - exact).norm() < error * moved.norm()
+    with_it, without = (stepped(flag, 1, 1, moment_dtype=moment_dtype)[2] for flag in (True, False))
+    for ours, theirs in zip(with_it.state.values(), without.state.values(), strict=True):
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours if isinstance(ours[key], Tensor))
+
+
+def test_stochastic_rounding_keeps_small_updates() -> None:
+    """Steps of a tenth of the spacing of bfloat16 move the rows that were not chosen as far as in float32."""
+    moved = []
+    for dtype in (torch.float32, torch.bfloat16):
+        parameter = Parameter(torch.ones(64, 64, dtype=dtype))
+        optimizer = GrassAdamW([parameter], rank=4, residual=True, stochastic_rounding=True, **{**OPTIONS, "lr": 4e-4})
+        for _ in range(40):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        moved.append(1 - parameter.detach().float().mean())
+    torch.testing.assert_close(moved[1], moved[0], rtol=0.05, atol=0)  # the mean of 4,096 entries and 40 draws
+
+
+def test_channels_last_weights() -> None:
+    weights = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        generator = torch.Generator().manual_seed(0)
+        parameter = Parameter(torch.randn(6, 3, 2, 2, generator=generator).to(memory_format=memory_format))
+        optimizer = GrassAdamW([parameter], rank=2, residual=True, **OPTIONS)
+        for gradient in uneven_gradients((6, 3, 2, 2), 4):
+            parameter.grad = gradient.float().to(memory_format=memory_format)
+            optimizer.step()
+        weights.append(parameter.detach().contiguous())
+    torch.testing.assert_close(*weights)
+
+
+def test_what_it_does_not_go_with() -> None:
+    with pytest.raises(ValueError, match="residual=True takes replacement=False"):
+        GrassAdamW([Parameter(torch.ones(4, 4))], rank=2, residual=True, replacement=True, selection="uniform")
+    with pytest.raises(ValueError, match="Invalid residual=2: must be one of False, True"):
+        GrassAdamW([Parameter(torch.ones(4, 4))], rank=2, residual=2)
