@@ -129,12 +129,7 @@ def _study(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Study:
     for method, seed in itertools.product(entry["methods"], entry["seeds"]):
         settings = {**_look_up(document["methods"], method, "method"), **entry.get("set", {}), "seed": seed}
         for values in itertools.product(*varied.values()):
-            settings_ = settings | dict(zip(varied, values, strict=True))
-            if settings_["name"] == "prototype":
-                from prototypes import PrototypeConfig
-                optimizer = _build(PrototypeConfig, settings_)
-            else:
-                optimizer = _build(OptimizerConfig, settings_)
+            optimizer = _build(OptimizerConfig, settings | dict(zip(varied, values, strict=True)))
             model = entry.get("model", document["model"])
             cells.append(Cell(model=model, steps=steps, seed=seed, optimizer=optimizer))
     return Study(name=entry["name"], cells=tuple(cells))

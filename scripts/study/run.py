@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import prototypes  # noqa: F401
 import torch
 from grid import CURVE_POINTS, Cell, Grid, load_grid
 from results import CURVE, Results
