@@ -83,7 +83,7 @@ def compact(
     ranks = {
         name: _checked_rank(name, layer, rank, dim, weights)
         for name, layer in layers.items()
-        if _convertible(name, layer)
+        if convertible(name, layer)
     }
     if not ranks:
         raise ValueError(f"None of the layers matched can be converted: {', '.join(layers)}")
@@ -136,7 +136,8 @@ def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
             layer.select(select_rows(layer_norms, layer.selected.numel()).indices)
 
 
-def _convertible(name: str, layer: Any) -> bool:
+def convertible(name: str, layer: Any) -> bool:
+    """Whether :func:`compact` converts a layer that matches, or did; says why where it does not."""
     if isinstance(layer, CompactLayer):
         return True
     if _compact_class(layer) is None:

@@ -121,7 +121,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("run").add_argument
     add("--out", type=Path, required=True, help="directory of the run")
     add("--resume", action="store_true", help="go on from the newest complete checkpoint in --out, if there is one")
-    add("--model", choices=LLAMA_SHAPES, default="1m", help="size")
+    add("--model", type=str.lower, choices=LLAMA_SHAPES, default="1m", help="size")
     add("--seed", type=int, default=0, help="of the initial weights, the order of the data and the row selection")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--fsdp", action="store_true", help="under torchrun: shard the model (FSDP2) instead of replicating it (DDP)")

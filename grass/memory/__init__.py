@@ -1,4 +1,4 @@
-"""Memory in bytes: what an optimizer holds, measured, and what training would take, in closed form.
+"""Memory in bytes: what an optimizer holds, measured, and what training would take, planned.
 
 ``python -m grass.memory --model 13b --gpu 40GB`` prints the plan.
 """

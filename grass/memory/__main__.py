@@ -4,8 +4,8 @@ r"""What training a model takes, by category and method, and what fits a GPU.
     python -m grass.memory --model Qwen/Qwen2.5-7B --moments 8bit --gpu 24GiB
     python -m grass.memory --model path/to/config.json --no-checkpointing --chunked-loss 0
 
-Nothing is allocated: the numbers are a closed form, checked against torch's memory tracker. They are those of one
-process, without the CUDA context (about half a GB) and without what other processes hold.
+Nothing is allocated: what one block saves is counted on tensors without contents, the rest follows in closed form. All
+of it is checked against torch's memory tracker. The numbers are those of one process, without the CUDA context (about half a GB) and without what other processes hold.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=1, help="sequences per forward")
     add("--dim", type=int, choices=(0, 1), default=1, help="select rows or columns")
     add("--policy", choices=tuple(POLICIES), default="reset", help="moments at a refresh")
-    add("--moments", choices=tuple(MOMENTS), default="float32", help="of Grass and LoRA")
+    add("--moments", choices=tuple(MOMENTS), default="float32", help="of Grass")
     add("--bank-dtype", choices=("float32", "bfloat16"), default="float32", help="of the bank in host memory")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and arithmetic")
     add("--active-dtype", choices=DTYPES, default="float32", help="of active rows and adapters")

@@ -40,7 +40,7 @@ def largest_that_fit(method: str, model: Architecture, setting: Setting, gpu: in
         return plan(method, model, replace(setting, **changes)).total <= gpu
 
     ranks = setting.largest_rank(model) // RANK_STEP
-    sequences = (model.window or LARGEST) // SEQUENCE_STEP
+    sequences = min(model.window or LARGEST, model.positions or LARGEST) // SEQUENCE_STEP
     return Largest(
         None if method in WITHOUT_RANK else _largest(lambda k: fits(rank=k * RANK_STEP), ranks, RANK_STEP),
         _largest(lambda k: fits(batch_size=k), LARGEST, 1),
@@ -52,7 +52,10 @@ def _largest(fits: Callable[[int], bool], end: int, step: int) -> int | None:
     """``step`` times the largest ``k`` in ``1..end`` that fits, where with one every smaller ``k`` does."""
     if end < 1 or not fits(1):
         return None
-    low, high = 1, end + 1
+    low = 1
+    while 2 * low <= end and fits(2 * low):  # from below: nothing large is traced that is far from fitting
+        low *= 2
+    high = min(2 * low, end + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

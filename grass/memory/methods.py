@@ -1,29 +1,32 @@
-"""What each way of training holds, in bytes, beside what the model's forward saves whoever trains it."""
+"""What each way of training holds, in bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from grass.memory.activations import traced
 from grass.memory.architecture import Architecture, Linear
 from grass.memory.setting import MOMENTS, Setting
+from grass.memory.tracing import Traced
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
-    """Bytes; "layer" is one decoder layer.
+    """Bytes; "layer" is one block.
 
     Attributes:
         weights: all of the model's.
         active_rows: Grass's selected rows and their indices, LoRA's adapters.
         layer_gradients: of one layer.
-        end_gradients: of embedding, head and last norm.
+        end_gradients: of everything outside the blocks, embedding and head.
         moments: optimizer state on the device.
         bank: moments in host memory.
-        layer_inputs: what a layer's linear layers save of their inputs.
-        layer_workspace: what a layer's forward and backward need beside activations.
+        traced: what blocks hold whose matrices do not train.
+        layer_saved: what forward saves of a layer by this method.
+        layer_workspace: what a layer's forward and backward need beside that.
         step_workspace: what the optimizer's step needs at its largest weight.
-        refresh_inputs: ``layer_inputs`` in steps that gather a sketch.
+        refresh_saved: ``layer_saved`` in steps that gather a sketch.
         refresh_layer: a layer's sketch matrices in such steps.
         refresh_layer_gradients: and the sketches themselves, which are gradients.
     """
@@ -34,10 +37,11 @@ class Holdings:
     end_gradients: int
     moments: int
     bank: int = 0
-    layer_inputs: int
+    traced: Traced
+    layer_saved: float
     layer_workspace: int = 0
     step_workspace: int = 0
-    refresh_inputs: int = 0
+    refresh_saved: float = 0
     refresh_layer: int = 0
     refresh_layer_gradients: int = 0
 
@@ -53,14 +57,18 @@ def adamw(model: Architecture, setting: Setting) -> Holdings:
         layer_gradients=(model.layer_matrix + model.vectors) * e,
         end_gradients=model.ends * e,
         moments=2 * model.parameters * e,
-        layer_inputs=_whole_inputs(model, setting),
+        traced=traced(model, setting, linears=False),
+        layer_saved=traced(model, setting, linears=True).block,
     )
 
 
 def adamw_8bit(model: Architecture, setting: Setting) -> Holdings:
-    """AdamW with the moments of matrices in 8 bits and a float32 scale per 256 elements (bitsandbytes, torchao)."""
+    """AdamW with the moments of matrices in 8 bits and a float32 scale per 256 elements (bitsandbytes, torchao).
+
+    Its step is taken to run in one pass, as theirs does where it is compiled.
+    """
     full = adamw(model, setting)
-    vectors = model.layers * model.vectors + model.hidden
+    vectors = model.layers * model.vectors
     moments = 2 * ((model.parameters - vectors) * MOMENTS["8bit"] + vectors * 4)
     return Holdings(**{**vars(full), "moments": round(moments)})
 
@@ -68,29 +76,31 @@ def adamw_8bit(model: Architecture, setting: Setting) -> Holdings:
 def lora(model: Architecture, setting: Setting) -> Holdings:
     """LoRA on every linear layer of the blocks (Hu et al., 2021), as ``peft`` computes it; all else is frozen.
 
-    Adapters ``A (r, n)`` and ``B (m, r)`` in ``active_dtype``; each saves its input, cast to that, and ``x A^T``.
+    Adapters ``A (r, n)`` and ``B (m, r)`` and their moments in ``active_dtype``; each saves its input, cast to that,
+    and ``x A^T``.
     """
     active_e = setting.active_dtype.itemsize
     adapters = sum(_rank(linear, setting) * (linear.m + linear.n) for linear in model.linears)
-    if setting.active_dtype == setting.dtype:
-        inputs = _whole_inputs(model, setting)
-    else:
-        inputs = setting.tokens * active_e * sum(linear.n for linear in model.linears)
-    inputs += setting.tokens * active_e * sum(_rank(linear, setting) for linear in model.linears)
+    frozen, cast = traced(model, setting, linears=False, others=False), setting.active_dtype != setting.dtype
+    inputs = setting.tokens * active_e * sum(_rank(linear, setting) for linear in model.linears)
+    if cast:
+        inputs += setting.tokens * active_e * sum(linear.n for linear in model.linears)
     return Holdings(
         weights=model.parameters * setting.dtype.itemsize,
         active_rows=model.layers * adapters * active_e,
         layer_gradients=adapters * active_e,
         end_gradients=0,
-        moments=round(2 * model.layers * adapters * MOMENTS[setting.moments]),
-        layer_inputs=inputs,
+        moments=2 * model.layers * adapters * active_e,
+        traced=frozen,
+        layer_saved=inputs + (frozen if cast else traced(model, setting, linears=True, others=False)).block,
     )
 
 
 def galore(model: Architecture, setting: Setting) -> Holdings:
     """GaLore (Zhao et al., 2024) as galore-torch steps it: full gradients, moments ``2 r max(m, n)``, a projection.
 
-    Its workspace is the estimate of a singular value decomposition in float32: input and two orthogonal factors.
+    Its workspace is that of a singular value decomposition, input and two orthogonal factors in float32, or of the
+    embedding's step, whose update and denominator exist whole. What the decomposition needs inside is not counted.
     """
     e = setting.dtype.itemsize
     sides = [(min(linear.m, linear.n), max(linear.m, linear.n)) for linear in model.linears]
@@ -99,7 +109,7 @@ def galore(model: Architecture, setting: Setting) -> Holdings:
     largest = max(linear.m * linear.n for linear in model.linears)
     full = adamw(model, setting)
     moments = (model.layers * state + 2 * rest) * e
-    return Holdings(**{**vars(full), "moments": moments, "step_workspace": 3 * 4 * largest})
+    return Holdings(**{**vars(full), "moments": moments, "step_workspace": max(3 * 4 * largest, 2 * model.head * e)})
 
 
 def grass(model: Architecture, setting: Setting) -> Holdings:
@@ -109,7 +119,7 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
     ranks, rows = sum(_rank(linear, setting) for linear in model.linears), sum(compact)
     dense = layers * model.vectors + model.ends
     per_index = 8 if setting.policy == "reset" else 12  # the index, and a step count of each row's own
-    whole, selected_inputs = _whole_inputs(model, setting), setting.tokens * ranks * e
+    frozen, whole = traced(model, setting, linears=False), traced(model, setting, linears=True).block
     selectable = sum(linear.m if dim == 0 else linear.n for linear in model.linears)
     across = sum(linear.n if dim == 0 else linear.m for linear in model.linears)
     plain_adamw = setting.policy == "reset" and setting.moments == "float32" and setting.active_dtype.itemsize >= 4
@@ -121,9 +131,10 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
         end_gradients=model.ends * e,
         moments=round(2 * layers * rows * MOMENTS[setting.moments]) + layers * per_index * ranks + 2 * dense * e,
         bank=bank if setting.policy == "bank" else 0,
-        layer_inputs=selected_inputs if dim == 1 else whole,
+        traced=frozen,
+        layer_saved=frozen.block + setting.tokens * ranks * e if dim == 1 else whole,
         step_workspace=0 if plain_adamw else 4 * 4 * max(compact),
-        refresh_inputs=whole,
+        refresh_saved=whole,
         refresh_layer=setting.sketch_size * (4 * selectable + across * e),
         refresh_layer_gradients=setting.sketch_size * 4 * selectable,
     )
@@ -147,12 +158,6 @@ METHODS: dict[str, Method] = {
     "Grass int8": grass_int8,
 }
 """By the name that a table gives them."""
-
-
-def _whole_inputs(model: Architecture, setting: Setting) -> int:
-    """Of linear layers that save their whole inputs, each once, and those that attention saves anyway not at all."""
-    widths = sum(linear.n for linear in model.linears if not linear.shares_input)
-    return setting.tokens * widths * setting.dtype.itemsize
 
 
 def _rank(linear: Linear, setting: Setting) -> int:

@@ -1,16 +1,10 @@
-"""The peak of a training step in closed form: when it is reached and of what it consists."""
+"""The peak of a training step: when it is reached and of what it consists."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grass.memory.activations import (
-    end_activations,
-    layer_activations,
-    layer_input,
-    layer_temporaries,
-    loss_memory,
-)
+from grass.memory.activations import loss_memory
 from grass.memory.architecture import Architecture
 from grass.memory.methods import METHODS, Holdings
 from grass.memory.setting import Setting
@@ -67,17 +61,17 @@ def plan(method: str, model: Architecture, setting: Setting) -> Plan:
     held = METHODS[method](model, setting)
     moments = {**peaks(held, model, setting, refresh=False), **peaks(held, model, setting, refresh=True)}
     peak_at = max(moments, key=lambda moment: moments[moment])
-    layer = layer_activations(model, setting, max(held.layer_inputs, held.refresh_inputs))
-    kept = layer_input(model, setting) * model.layers + layer if setting.checkpointing else layer * model.layers
+    layer = max(held.layer_saved, held.refresh_saved)
+    kept = held.traced.block_input * model.layers + layer if setting.checkpointing else layer * model.layers
     return Plan(
         weights=held.weights,
         active_rows=held.active_rows,
         gradients=model.layers * held.layer_gradients + held.end_gradients,
         moments=held.moments,
         bank=held.bank,
-        activations=kept + end_activations(model, setting),
-        loss=loss_memory(model, setting, head_trains=held.end_gradients > 0),
-        workspace=max(held.layer_workspace + layer_temporaries(model, setting), held.step_workspace)
+        activations=round(kept + held.traced.ends),
+        loss=round(loss_memory(model, setting, held.traced.loss, head_trains=held.end_gradients > 0)),
+        workspace=round(max(held.layer_workspace + held.traced.temporaries, held.step_workspace))
         + model.layers * (held.refresh_layer + held.refresh_layer_gradients),
         peak=moments[peak_at],
         peak_at=peak_at,
@@ -93,18 +87,20 @@ def peaks(held: Holdings, model: Architecture, setting: Setting, *, refresh: boo
     layers, name = model.layers, " of a refresh step" if refresh else ""
     static = held.weights + held.active_rows + held.moments + (layers * held.refresh_layer if refresh else 0)
     layer_gradients = held.layer_gradients + (held.refresh_layer_gradients if refresh else 0)
-    activations = layer_activations(model, setting, held.refresh_inputs if refresh else held.layer_inputs)
-    saved = layer_input(model, setting) if setting.checkpointing else activations
-    in_layer = (activations if setting.checkpointing else 0) + layer_temporaries(model, setting) + held.layer_workspace
-    ends, head = end_activations(model, setting), model.embedding * setting.dtype.itemsize if held.end_gradients else 0
+    activations = held.refresh_saved if refresh else held.layer_saved
+    saved = held.traced.block_input if setting.checkpointing else activations
+    in_layer = (activations if setting.checkpointing else 0) + held.traced.temporaries + held.layer_workspace
+    ends, head = held.traced.ends, model.head * setting.dtype.itemsize if held.end_gradients else 0
     gradients = layers * layer_gradients + held.end_gradients
     untied = head if held.end_gradients and not model.tied else 0
-    embedding = 2 * layer_input(model, setting) + (2 * head if model.tied else 0)
+    embedding = 2 * held.traced.block_input + (2 * head if model.tied else 0)
     before_first = gradients - layer_gradients - untied
-    return {
-        f"loss{name}": static + layers * saved + ends + loss_memory(model, setting, head_trains=head > 0),
+    loss = loss_memory(model, setting, held.traced.loss, head_trains=head > 0)
+    found = {
+        f"loss{name}": static + layers * saved + ends + loss,
         f"backward of the last layer{name}": static + layers * saved + head + in_layer,
         f"backward of the first layer{name}": static + saved + before_first + in_layer,
         f"backward of the embedding{name}": static + gradients + embedding,
         f"optimizer step{name}": static + gradients + held.step_workspace,
     }
+    return {moment: round(size) for moment, size in found.items()}

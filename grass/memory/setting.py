@@ -21,10 +21,10 @@ class Setting:
         rank: rows or columns per weight, a number or a fraction; of LoRA and GaLore too.
         dim: Grass selects rows (0) or columns (1).
         policy: Grass's moments at a refresh: ``"reset"``, ``"keep"`` or ``"bank"``.
-        moments: precision of Grass's and LoRA's moments, one of :data:`MOMENTS`.
+        moments: precision of Grass's moments of selected rows, one of :data:`MOMENTS`.
         bank_dtype: precision of the bank in host memory.
         dtype: of the weights, of arithmetic, and of what AdamW and GaLore hold.
-        active_dtype: of Grass's active rows and of LoRA's adapters.
+        active_dtype: of Grass's active rows, and of LoRA's adapters and their moments.
         batch_size: sequences per forward.
         seq_len: tokens per sequence.
         checkpointing: keep decoder layers' inputs alone and run each layer's forward again in backward.
@@ -67,6 +67,16 @@ class Setting:
             raise ValueError(
                 f"Invalid seq_len={self.seq_len}: beyond the sliding window of {model.window} tokens attention takes a "
                 "mask of seq_len^2 elements, which has no plan"
+            )
+        if model.positions is not None and self.seq_len > model.positions:
+            raise ValueError(
+                f"Invalid seq_len={self.seq_len}: must be at most {model.positions}, the positions that this model "
+                "learns"
+            )
+        if model.scales_logits and self.chunk_tokens:
+            raise ValueError(
+                f"Invalid chunk_tokens={self.chunk_tokens}: this model does more to its logits than its head, and its "
+                "loss cannot be chunked: must be 0"
             )
 
     def largest_rank(self, model: Architecture) -> int:

@@ -9,17 +9,17 @@ UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as ``40GB``, ``22.5GiB`` or ``500 MB``.
+    """Bytes of a size such as ``40GB``, ``22.5GiB`` or ``500 mb``; units in upper or lower case.
 
     Raises:
         ValueError: there is no unit, another unit, or no positive number.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2] not in UNITS:
+    match, units = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text), {u.lower(): n for u, n in UNITS.items()}
+    if match is None or match[2].lower() not in units:
         raise ValueError(
             f"Invalid size {text!r}: must be a number with one of the units {', '.join(UNITS)}, as in 40GB"
         )
-    size = round(float(match[1]) * UNITS[match[2]])
+    size = round(float(match[1]) * units[match[2].lower()])
     if size == 0:
         raise ValueError(f"Invalid size {text!r}: must be > 0")
     return size

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.compiler import set_stance
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
-from torch.nn import functional as F
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-import grass
 from grass.layers import CompactLayer
-from grass.memory import Setting
+from grass.memory import Setting, state_bytes
+from grass.memory.tracing import with_causal_attention
 from grass.moment_codes import BLOCK
 from grass.training.chunked_loss import chunk_loss
 from grass.training.models import enable_checkpointing
+from grass.training.tracked_methods import BUILDERS, prepare
 
 
 class TrackedMemory(NamedTuple):
@@ -38,17 +37,17 @@ def track(method: str, config: PretrainedConfig, setting: Setting, *, refresh: b
     """One training step on fake tensors, which have sizes but no contents, after one that made the optimizer's state.
 
     Args:
-        method: one of :data:`BUILDERS`.
+        method: one of :data:`grass.memory.METHODS`.
         config: of a causal language model.
         setting: how to train it.
         refresh: have the step gather the sketch of a refresh.
 
-    A step that selects rows, or moments that are rounded, would take contents: then it ends with backward.
+    A step that selects rows, or moments that are rounded, would take contents: then it ends with backward. So it does
+    for 8-bit AdamW, whose step runs compiled and has temporaries of its own only where it does not.
     """
-    AttentionInterface.register("causal_sdpa", _causal_attention)
-    config._attn_implementation = "causal_sdpa"
-    with FakeTensorMode():
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=setting.dtype)  # type: ignore[no-untyped-call]
+    prepare(method)
+    with FakeTensorMode(), set_stance("force_eager"):
+        model: Any = AutoModelForCausalLM.from_config(with_causal_attention(config), dtype=setting.dtype)  # type: ignore[no-untyped-call]
         optimizer = BUILDERS[method](model, setting, 2 if refresh else 200)
         model.train()
         if setting.checkpointing:
@@ -66,33 +65,16 @@ def track(method: str, config: PretrainedConfig, setting: Setting, *, refresh: b
             forward = _snapshot(tracker, "current")
             loss.backward()
             backward = _snapshot(tracker, "current")
-            if not refresh and setting.moments == "float32":
+            if not refresh and setting.moments == "float32" and method != "8-bit AdamW":
                 optimizer.step()
         peak = _snapshot(tracker, "peak")
     return TrackedMemory(
         weights_and_active_rows=peak[_MemRefType.PARAM] + peak[_MemRefType.BUFFER],
         gradients=backward[_MemRefType.GRAD],
-        moments=peak[_MemRefType.OPT],
+        moments=state_bytes(optimizer).device,
         activations=forward[_MemRefType.ACT],
         peak=peak["Total"],
     )
-
-
-def _adamw(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
-    return AdamW(model.parameters(), fused=True)
-
-
-def _grass(model: nn.Module, setting: Setting, interval: int, weights: str | None = None) -> Optimizer:
-    grass.compact(model, rank=setting.rank, dim=setting.dim, dtype=setting.active_dtype, weights=weights)
-    return grass.GrassAdamW(model, state_policy=setting.policy, update_interval=interval)
-
-
-BUILDERS: dict[str, Callable[[nn.Module, Setting, int], Optimizer]] = {
-    "AdamW": _adamw,
-    "Grass": _grass,
-    "Grass int8": partial(_grass, weights="int8"),
-}
-"""Those of :data:`grass.memory.METHODS` that run on fake tensors."""
 
 
 class _WholeModelTracker(MemTracker):  # type: ignore[no-untyped-call]
@@ -121,15 +103,6 @@ def _make_state(optimizer: Optimizer, moments: str) -> None:
                 state[name] = torch.empty_like(state[name], dtype=dtype)
                 if moments == "8bit":
                     state[f"{name}_scale"] = torch.empty(-(-state[name].numel() // BLOCK))
-
-
-def _causal_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float | None = None, **_: Any
-) -> tuple[Tensor, None]:
-    """Scaled-dot-product attention as transformers runs it without padding; on fake tensors it would make a mask."""
-    grouped = key.shape[1] != query.shape[1]
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
-    return out.transpose(1, 2).contiguous(), None
 
 
 def _skip_frozen(tracker: MemTracker, model: nn.Module) -> None:

@@ -1,6 +1,18 @@
 """Shapes that tests plan for."""
 
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PhiConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from grass.memory import Architecture
 from grass.training.models import llama_config
@@ -20,7 +32,15 @@ KINDS = {
     "mistral": MistralConfig(**SMALL, sliding_window=None),
     "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SMALL, head_dim=64, attention_bias=True),
+    "gpt2": GPT2Config(n_embd=256, n_layer=2, n_head=8, vocab_size=8000, bos_token_id=0, eos_token_id=0),
+    "gemma": GemmaConfig(**SMALL, head_dim=32),
+    "gemma2": Gemma2Config(**SMALL, head_dim=32),
+    "phi": PhiConfig(**SMALL),
+    "opt": OPTConfig(hidden_size=256, ffn_dim=1024, num_hidden_layers=2, num_attention_heads=8, vocab_size=8000),
+    "gpt-neox": GPTNeoXConfig(**{**SMALL, "num_key_value_heads": None}),
 }
+CAPPED = "gemma2"
+"""Of these, the one that caps its logits, so that its loss cannot be chunked."""
 
 
 def llama(size: str, layers: int | None = None) -> PretrainedConfig:
@@ -30,4 +50,5 @@ def llama(size: str, layers: int | None = None) -> PretrainedConfig:
 
 
 LLAMA_13B = Architecture.from_config(llama("13b"))
+LLAMA_1B = Architecture.from_config(llama("1b"))
 LLAMA_7B = Architecture.from_config(llama("7b"))

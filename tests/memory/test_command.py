@@ -12,6 +12,13 @@ from grass.memory.__main__ import main
 from tests.memory.architectures import KINDS
 
 METHODS = ["AdamW", "8-bit AdamW", "LoRA", "GaLore", "Grass", "Grass int8"]
+CONFIGURATIONS = {
+    "bert": {"model_type": "bert"},
+    "width": {"model_type": "llama", "hidden_size": "wide"},
+    "heads": {"model_type": "llama", "num_attention_heads": 0},
+    "unknown": {"model_type": "unknown"},
+    "broken": "{",
+}
 SHOWN = ["--model", "13b", "--rank", "256", "--seq", "2048", "--batch", "1", "--gpu", "40GB"]
 
 
@@ -26,7 +33,7 @@ def test_the_commands_own_example(capsys):
     rows = table(capsys, *SHOWN)
     assert rows["fits 40.00 GB"] == ["no", "no", "no", "no", "yes", "yes"]
     assert rows["weights"] == ["26.03"] * 5 + ["13.35"]
-    assert rows["total"][4] == "38.39"
+    assert rows["total"][4] == "38.37"
     labels = "active rows, adapters|gradients|moments|activations, checkpointed|logits and loss|workspace|bank on host"
     assert set(labels.split("|")) < rows.keys()
     assert any(label.startswith("allocator slack") for label in rows)
@@ -46,8 +53,13 @@ def test_options_reach_the_plan(capsys):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_configuration_file(capsys, tmp_path, kind):
     KINDS[kind].save_pretrained(tmp_path)
-    by_directory = table(capsys, "--model", str(tmp_path), "--rank", "32")
-    assert by_directory == table(capsys, "--model", str(tmp_path / "config.json"), "--rank", "32")
+    options = ["--rank", "32", "--seq", "512", "--chunked-loss", "0"]
+    by_directory = table(capsys, "--model", str(tmp_path), *options)
+    assert by_directory == table(capsys, "--model", str(tmp_path / "config.json"), *options)
+
+
+def test_sizes_in_any_case(capsys):
+    assert table(capsys, "--model", "1M", "--rank", "8") == table(capsys, "--model", "1m", "--rank", "8")
 
 
 @pytest.mark.parametrize(
@@ -57,14 +69,21 @@ def test_a_configuration_file(capsys, tmp_path, kind):
         (["--rank", "9999"], "rank=9999: must be at most 5120"),
         (["--batch", "0"], "batch_size=0: must be >= 1"),
         (["--policy", "forget"], "invalid choice: 'forget'"),
-        (["--model", "{tmp}/missing.json"], "not one of 1m, 9m"),
-        (["--model", "{tmp}/gpt2.json"], "model_type='gpt2'"),
+        (["--model", "{tmp}/missing.json"], "must be one of 1m, 9m"),
+        (["--model", "13bb"], "No model '13bb': did you mean 13b?"),
+        (["--model", "{tmp}"], "Invalid configuration"),
+        (["--model", "{tmp}/bert.json"], "model_type='bert': an encoder"),
+        (["--model", "{tmp}/width.json"], "hidden_size='wide' must be an integer >= 1"),
+        (["--model", "{tmp}/heads.json"], "num_attention_heads=0 must be an integer >= 1"),
+        (["--model", "{tmp}/broken.json"], "Invalid configuration"),
+        (["--model", "{tmp}/unknown.json"], "model type `unknown`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refusals(capsys, tmp_path, monkeypatch, arguments, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "gpt2.json").write_text(json.dumps({"model_type": "gpt2"}))
+    for name, fields in CONFIGURATIONS.items():
+        (tmp_path / f"{name}.json").write_text(fields if isinstance(fields, str) else json.dumps(fields))
     with pytest.raises(SystemExit) as exit_:
         main(["--model", "13b", *(a.format(tmp=tmp_path) for a in arguments)])
     assert exit_.value.code == 2

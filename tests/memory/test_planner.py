@@ -1,14 +1,29 @@
 """What plans promise: 13B on one GPU, and the order of things that any true plan has."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    FalconConfig,
+    Gemma3Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+    RecurrentGemmaConfig,
+    T5Config,
+    ViTConfig,
+)
 
+import grass
 from grass.memory import METHODS, Architecture, Setting, parse_bytes, plan
 from grass.memory.fits import Largest, largest_that_fit
-from tests.memory.architectures import KINDS, LLAMA_7B, LLAMA_13B, llama
+from grass.memory.tracing import Tracer, fake_model, trace
+from tests.memory.architectures import CAPPED, KINDS, LLAMA_1B, LLAMA_7B, LLAMA_13B, llama
 
 
 def test_13b_fits_40_gb_with_float32_active_rows_and_moments():
@@ -44,9 +59,9 @@ def test_more_of_anything_never_takes_less(method, more):
 
 
 def test_weights_gradients_and_moments_of_adamw_are_those_of_every_parameter():
-    for config in KINDS.values():
-        model = Architecture.from_config(config)
-        adamw = plan("AdamW", model, Setting(rank=8))
+    for kind in ("llama-tied", "gpt2"):
+        model = Architecture.from_config(KINDS[kind])
+        adamw = plan("AdamW", model, Setting(rank=8, seq_len=256, chunk_tokens=0))
         assert adamw.weights == adamw.gradients == adamw.moments / 2 == 2 * model.parameters
 
 
@@ -61,7 +76,7 @@ def test_the_bank_holds_all_moments_and_is_not_on_the_device():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_largest_that_fits_fits_and_the_next_does_not(method):
-    model, setting, gpu = Architecture.from_config(llama("1b")), Setting(rank=128), parse_bytes("18GB")
+    model, setting, gpu = LLAMA_1B, Setting(rank=128), parse_bytes("18GB")
     found = largest_that_fit(method, model, setting, gpu)
 
     def total(**changes):
@@ -101,12 +116,55 @@ def test_impossible_settings(change, message):
         Setting(**change)
 
 
-def test_models_without_a_plan():
-    with pytest.raises(ValueError, match=r"model_type='gpt2'.*must be one of \('llama'"):
-        Architecture.from_config(GPT2Config())
+NO_PLAN = {
+    "encoder": (BertConfig(), "model_type='bert': an encoder; with is_decoder=true"),
+    "encoder-decoder": (T5Config(), "model_type='t5': an encoder and a decoder"),
+    "experts": (MixtralConfig(), "model_type='mixtral': a mixture of experts"),
+    "vision": (ViTConfig(), "model_type='vit': transformers has no causal language model"),
+    "vision and text": (Gemma3Config(), "model_type='gemma3': a text model inside a larger one"),
+    "state space": (MambaConfig(), "model_type='mamba': no stack of attention blocks"),
+    "unlike blocks": (RecurrentGemmaConfig(), "model_type='recurrent_gemma': its blocks 0 and 2 differ"),
+    "own linear layers": (FalconConfig(num_hidden_layers=2), "model_type='falcon': its blocks have no nn.Linear"),
+    "impossible": (LlamaConfig(num_hidden_layers=2, pad_token_id=-40000), "The configuration makes no llama model"),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), NO_PLAN.values(), ids=NO_PLAN)
+def test_models_without_a_plan(config, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Architecture.from_config(config)
+
+
+def test_settings_that_do_not_suit_a_model():
     with pytest.raises(ValueError, match=r"rank=4096: must be at most 1024 .* dim=0"):  # grouped keys are narrow
         plan("Grass", Architecture.from_config(LlamaConfig(num_key_value_heads=8)), Setting(rank=4096, dim=0))
     with pytest.raises(ValueError, match="seq_len=8192: beyond the sliding window of 4096"):
         plan("Grass", Architecture.from_config(MistralConfig(sliding_window=4096)), Setting(seq_len=8192))
+    with pytest.raises(ValueError, match="seq_len=2048: must be at most 1024, the positions that this model learns"):
+        plan("Grass", Architecture.from_config(KINDS["gpt2"]), Setting(rank=8))
+    with pytest.raises(ValueError, match="chunk_tokens=256: this model does more to its logits"):
+        plan("Grass", Architecture.from_config(KINDS[CAPPED]), Setting(rank=8))
     with pytest.raises(ValueError, match="Unknown method 'SGD'; available: AdamW"):
         plan("SGD", LLAMA_7B, Setting())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_are_those_of_the_model(kind):
+    """Parameters by building it; the matrices by converting it."""
+    model = AutoModelForCausalLM.from_config(KINDS[kind])
+    architecture = Architecture.from_config(KINDS[kind])
+    assert architecture.parameters == sum(p.numel() for p in model.parameters())
+    assert architecture.tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+    names = grass.compact(model, rank=8)
+    shapes = sorted(model.get_submodule(name).shape for name in names)
+    assert shapes == sorted((linear.m, linear.n) for linear in architecture.linears * architecture.layers)
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "gemma2"])
+def test_between_traced_sequences_and_batches(kind):
+    """What is interpolated is what tracing would find."""
+    tracer, direct = Tracer(KINDS[kind]), fake_model(KINDS[kind], torch.bfloat16)
+    interpolated = tracer(3, 384, torch.bfloat16, linears=False)
+    expected = trace(direct, 3, 384, linears=False, others=True)
+    assert tuple(interpolated) == pytest.approx(tuple(expected), rel=0.1)  # another operation may be the largest
+    assert tracer(1, 256, torch.bfloat16, linears=True).block > tracer(1, 256, torch.bfloat16, linears=False).block

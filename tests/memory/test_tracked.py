@@ -8,7 +8,7 @@ import torch
 from grass.memory import METHODS, Architecture, Setting
 from grass.memory.planner import peaks, plan
 from grass.training.memory_tracking import track
-from tests.memory.architectures import KINDS, llama
+from tests.memory.architectures import CAPPED, KINDS, llama
 
 WHOLE = {"checkpointing": False, "chunk_tokens": 0}
 CASES = [
@@ -23,6 +23,13 @@ CASES = [
     pytest.param("Grass", llama("13b", 4), {}, id="13b-wide"),
     pytest.param("Grass", llama("13b", 3), {**WHOLE, "seq_len": 4096}, id="13b-wide-whole"),
     pytest.param("AdamW", llama("13b", 3), {}, id="13b-wide-adamw"),
+    pytest.param("8-bit AdamW", llama("60m", 3), {}, id="60m-8bit"),
+    pytest.param("8-bit AdamW", llama("13b", 3), {}, id="13b-wide-8bit"),
+    pytest.param("LoRA", llama("60m", 3), {"rank": 64}, id="60m-lora"),
+    pytest.param("LoRA", llama("13b", 3), {}, id="13b-wide-lora"),
+    pytest.param("LoRA", llama("60m", 3), {"rank": 64, "active_dtype": torch.bfloat16, **WHOLE}, id="60m-lora-bf16"),
+    pytest.param("GaLore", llama("60m", 3), {"rank": 64, **WHOLE}, id="60m-galore"),
+    pytest.param("GaLore", llama("13b", 3), {}, id="13b-wide-galore"),
     pytest.param("Grass int8", llama("13b", 3), {}, id="13b-wide-int8"),
     pytest.param("Grass int8", llama("60m", 3), {"rank": 64, "dim": 0, "policy": "keep"}, id="60m-int8-dim0-keep"),
     *(
@@ -30,12 +37,15 @@ CASES = [
             method, KINDS[kind], {"rank": 32, "batch_size": 2, "seq_len": 256, **options}, id=f"{kind}-{method}"
         )
         for kind in KINDS
-        for method, options in (("Grass", {"checkpointing": False, "chunk_tokens": 128}), ("AdamW", WHOLE))
+        for method, options in (
+            ("Grass", {"checkpointing": False, "chunk_tokens": 0 if kind == CAPPED else 128}),
+            ("AdamW", WHOLE),
+        )
     ),
     *(
         pytest.param(method, llama(size), {}, id=f"{size}-{method}-full", marks=pytest.mark.slow)
         for size in ("350m", "1b", "7b", "13b")
-        for method in ("Grass", "Grass int8", "AdamW")
+        for method in METHODS
     ),
 ]
 
@@ -48,7 +58,7 @@ def test_plan_equals_what_the_tracker_counts(method, config, options):
         planned.weights + planned.active_rows, abs=200_000
     )  # rotary
     assert measured.gradients == planned.gradients
-    assert measured.moments == pytest.approx(planned.moments, abs=4 * 1000)  # torch's step counts
+    assert measured.moments == pytest.approx(planned.moments, abs=4 * 1000, rel=0.001)  # step counts, vectors in 8 bits
     ordinary = peaks(METHODS[method](model, setting), model, setting, refresh=False)
     assert measured.peak == pytest.approx(max(ordinary.values()), rel=0.05)
     assert planned.peak >= 0.999 * max(ordinary.values())
