@@ -5,7 +5,8 @@ r"""What training a model takes, by category and method, and what fits a GPU.
     python -m grass.memory --model path/to/config.json --no-checkpointing --chunked-loss 0
 
 Nothing is allocated: what a block saves is counted on tensors without contents, the rest follows in closed form; all is
-checked against torch's memory tracker. The numbers are those of one process, without the CUDA context (about half a GB) and without what other processes hold.
+checked against torch's memory tracker. The numbers are those of one process, without the CUDA context (about half a GB)
+and without what other processes hold.
 """
 
 from __future__ import annotations
