@@ -58,7 +58,8 @@ def compact(
         dtype: of the active rows; ``torch.float32`` above bfloat16 weights keeps updates too small for these. Where
             not given, the weight's own, float32 above int8.
         weights: ``"int8"`` holds the frozen weights in 8 bits (:mod:`grass.int8`); ``None`` leaves them as they are.
-            ``state_dict`` then has codes and scales: call :func:`expand` before saving for a plain model.
+            ``state_dict`` then has ``weight_codes`` and scales, which plain models refuse:
+            :func:`grass.int8.plain_state_dict` makes one that they load.
         seed: of the first selection.
         calibration: a function that runs a batch through the model and returns its loss; if given, the first rows are
             those whose gradient for it is largest.

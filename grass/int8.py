@@ -4,14 +4,18 @@ Rows are quantised along the dimension in which they are selected, so that a ste
 active rows alone: no other weight is rounded again, however long training goes on. The active rows are the exact values
 (float32 unless told otherwise) and written back with stochastic rounding; what a row loses when it is deselected is
 that one rounding. Forward and backward form one layer's weight in the dtype of their input at a time.
+
+A ``state_dict`` holds the codes under ``weight_codes`` and no ``weight``, so that a plain model misses its weights
+instead of taking codes for them. :func:`plain_state_dict` makes one that plain models load.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grass.layers import CompactLayer, CompactLinear
 from grass.projector import Projector
@@ -22,8 +26,8 @@ class Int8Weight(CompactLayer):
     """Overrides what a converted layer does with its weight.
 
     Attributes:
-        weight: int8 codes.
-        weight_scale: float32, one for each row or column. ``state_dict`` holds both.
+        weight: int8 codes; ``weight_codes`` in a ``state_dict``.
+        weight_scale: float32, one for each row or column, whatever the model is cast to.
         plain_dtype: of the weight before conversion and after :func:`grass.expand`.
     """
 
@@ -37,6 +41,12 @@ class Int8Weight(CompactLayer):
         self.plain_dtype = matrix.dtype
         self.set_matrix(codes)
         self.register_buffer("weight_scale", scale)
+
+    @property
+    def weight_codes(self) -> Tensor:
+        """The weight by the name that its codes have in a ``state_dict``, which distributed checkpoint looks up."""
+        codes: Tensor = self.weight
+        return codes
 
     def scale(self) -> Tensor:
         """One number per row or column."""
@@ -63,26 +73,63 @@ class Int8Weight(CompactLayer):
         """``W <- factor W``, exactly: in the scales."""
         self.weight_scale.mul_(factor)
 
-    def unconvert(self) -> None:
-        """Hold plain values again, the active rows' to the last bit."""
+    @torch.no_grad()
+    def plain_matrix(self) -> Tensor:
+        """``W (m, n)`` in the dtype before conversion, the active rows to the last bit that it holds."""
         matrix = decode_weight(self.matrix(), self.weight_scale, self.dim, self.plain_dtype)
         self.projector().scatter_(matrix, self.active.detach())
-        self.set_matrix(matrix)
+        return matrix
+
+    def unconvert(self) -> None:
+        """Hold plain values again."""
+        self.set_matrix(self.plain_matrix())
         del self.weight_scale, self.plain_dtype
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Weight:
+        """Casts of the model leave the scales as they are: half precision would lose a bit of every weight."""
+        scale = self.weight_scale
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.weight_scale.dtype != scale.dtype:
+            self.plain_dtype = self.weight_scale.dtype
+            self.weight_scale = scale.to(self.weight_scale.device)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight_codes"] = destination.pop(f"{prefix}weight")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes codes and scales, or the weight of a plain model, which is then quantised."""
-        weight = state_dict.get(f"{prefix}weight")
-        if weight is None or not weight.is_floating_point():
-            super()._load_from_state_dict(state_dict, prefix, *args)
-            return
-        plain = (weight.t() if self.stores_transposed else weight).to(self.weight.device)
-        codes, scale = encode_weight(plain, self.dim)
-        quantised = {"weight": codes.t() if self.stores_transposed else codes, "weight_scale": scale}
-        super()._load_from_state_dict({**state_dict, **{prefix + k: v for k, v in quantised.items()}}, prefix, *args)
-        with torch.no_grad():
-            self.active.copy_(self.projector().gather(plain))
+        state_dict, plain = dict(state_dict), None
+        if f"{prefix}weight_codes" in state_dict:
+            state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}weight_codes")
+        elif f"{prefix}weight" in state_dict:
+            weight = state_dict[f"{prefix}weight"].to(self.weight.device)
+            plain = weight.t() if self.stores_transposed else weight
+            codes, state_dict[f"{prefix}weight_scale"] = encode_weight(plain, self.dim)
+            state_dict[f"{prefix}weight"] = codes.t() if self.stores_transposed else codes
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if plain is not None:
+            with torch.no_grad():
+                self.active.copy_(self.projector().gather(plain))
 
 
 class Int8Linear(Int8Weight, CompactLinear):
     """A converted ``nn.Linear`` whose weight has 8 bits."""
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """``model.state_dict()`` with plain weights in place of codes and scales, for models that were never converted.
+
+    The plain weights are formed layer by layer and go to host memory; the model stays as it is and may train on.
+    :func:`grass.expand` converts the model itself. Without int8 layers it is the ``state_dict``.
+    """
+    state: dict[str, Tensor] = model.state_dict()
+    for name, layer in model.named_modules():
+        if isinstance(layer, Int8Weight):
+            prefix = f"{name}." if name else ""
+            for key in ("weight_codes", "weight_scale"):
+                del state[prefix + key]
+            matrix = layer.plain_matrix()
+            state[f"{prefix}weight"] = (matrix.t() if layer.stores_transposed else matrix).cpu().contiguous()
+    return state

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-import grass
+from grass.int8 import plain_state_dict
 from grass.training.checkpoint import CheckpointStore, export_model
 from grass.training.data import DataConfig, load_data
 from grass.training.flags import HelpFormatter, add_optimizer_flags, from_flags, split_and_path
@@ -85,9 +85,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, processes: Pr
     if processes.is_main:
         report(result, trainer, args)
         if trainer.step == args.steps:
-            if args.weights:
-                grass.expand(model.cpu())  # the device may not hold it
-            export_model(model, args.out / "model", weights)
+            export_model(model, args.out / "model", weights or plain_state_dict(model))
 
 
 def report(result: Result, trainer: Trainer, args: argparse.Namespace) -> None:

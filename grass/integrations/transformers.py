@@ -74,8 +74,8 @@ class GrassFactory:
         """
         if keywords.pop("weights", None) is not None:
             raise ValueError(
-                "Trainer loads a checkpoint before it calls this factory, and would take int8 codes for weights: call "
-                "grass.compact(model, ...) before Trainer is made, and leave rank and weights out here"
+                "Trainer loads a checkpoint before it calls this factory, and a plain model has no place for int8 codes: "
+                "call grass.compact(model, ...) before Trainer is made, and leave rank and weights out here"
             )
         keywords = {**_from_arguments(args), **keywords}
         targets = _targets(model, args) if targets is None else targets

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import grass
 from grass import GrassAdamW
-from grass.int8 import Int8Linear
+from grass.int8 import Int8Linear, plain_state_dict
 from grass.weight_codes import decode_weight, encode_weight
 from tests.compact.networks import (
     DIMS,
@@ -97,7 +98,7 @@ def test_a_step_touches_the_active_rows_alone(dim: int) -> None:
     train(model, optimizer, batches(5))
     after = model.state_dict()
     for name, layer in compact_layers(model).items():
-        codes = (after[f"{name}.weight"] != before[f"{name}.weight"]).any(1 - dim)
+        codes = (after[f"{name}.weight_codes"] != before[f"{name}.weight_codes"]).any(1 - dim)
         scales = after[f"{name}.weight_scale"] != before[f"{name}.weight_scale"]
         assert set(codes.nonzero().flatten().tolist()) == rows[name]
         assert set(scales.nonzero().flatten().tolist()) <= rows[name]
@@ -143,6 +144,66 @@ def test_loads_a_plain_model() -> None:
     assert_same_weights(model, fresh)
 
 
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_plain_model_takes_no_codes_for_weights(dim: int) -> None:
+    model, optimizer = quantised(dim=dim)
+    train(model, optimizer, batches(3))
+    before = copy.deepcopy(model.state_dict())
+    assert not {"up.weight", "up.active"} & before.keys()
+    with pytest.raises(RuntimeError, match=r'Missing key.*"up.weight".*[\s\S]*Unexpected key.*"up.weight_codes"'):
+        Network().load_state_dict(before)
+    plain = Network()
+    plain.load_state_dict(plain_state_dict(model))
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    grass.expand(model)
+    assert_same_weights(plain, model)
+
+
+def test_a_state_dict_without_weights_is_refused() -> None:
+    model, _ = quantised()
+    with pytest.raises(RuntimeError, match=r'Missing key.*"up\.weight"'):
+        model.load_state_dict({})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_casts_leave_scales_alone(dtype: torch.dtype) -> None:
+    model, _ = quantised()
+    scales = {name: layer.weight_scale.clone() for name, layer in compact_layers(model).items()}
+    model.to(dtype)
+    for name, layer in compact_layers(model).items():
+        assert torch.equal(layer.weight_scale, scales[name])
+        assert layer.weight.dtype == torch.int8
+    assert {p.dtype for p in plain_state_dict(model).values()} == {dtype}
+
+
+def test_distributed_checkpoint() -> None:
+    """Its functions find the codes by their name."""
+    model, other = quantised()[0], quantised()[0]
+    with torch.no_grad():
+        other.up.weight.zero_()
+    set_model_state_dict(other, get_model_state_dict(model))
+    assert_same_weights(other, model)
+
+
+def test_transformers(tmp_path) -> None:
+    """Weights are reported missing where there are codes, plain ones load; the model's dtype is its other weights'."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=50)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).to(torch.bfloat16)
+    grass.compact(model, rank=8, weights="int8")
+    ids = torch.arange(6).unsqueeze(0)
+    assert model.dtype == torch.bfloat16
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 8)
+    model.save_pretrained(tmp_path / "codes")
+    _, loading = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "codes", output_loading_info=True)
+    assert len(loading["missing_keys"]) == len(compact_layers(model))
+    model.save_pretrained(tmp_path / "plain", state_dict=plain_state_dict(model))
+    loaded, loading = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not loading["missing_keys"] | loading["unexpected_keys"]
+    grass.expand(model)
+    assert_same_weights(loaded, model)
+
+
 def test_expand_gives_the_plain_model() -> None:
     model, optimizer = quantised(torch.bfloat16, update_interval=100)
     train(model, optimizer, batches(3, dtype=torch.bfloat16))
@@ -181,7 +242,8 @@ def test_conv1d() -> None:
         model(x).square().mean().backward()
         optimizer.step()
     state = through_file(model.state_dict())
-    assert state["0.weight"].dtype == torch.int8
+    assert state["0.weight_codes"].dtype == torch.int8
+    assert plain_state_dict(model)["0.weight"].shape == (12, 20)
     trained = model(x)
     model.load_state_dict(state)
     assert torch.equal(model(x), trained)
