@@ -74,7 +74,7 @@ class GrassFactory:
         """
         if keywords.pop("weights", None) is not None:
             raise ValueError(
-                "Trainer loads a checkpoint before it calls this factory, and a plain model has no place for int8 codes: "
+                "Trainer loads a checkpoint before it calls this factory, into a model without a place for int8 codes: "
                 "call grass.compact(model, ...) before Trainer is made, and leave rank and weights out here"
             )
         keywords = {**_from_arguments(args), **keywords}
