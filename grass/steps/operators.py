@@ -99,7 +99,7 @@ def _coefficients(step: GroupStep, bucket: list[Numbered]) -> list[StepCoefficie
         for (_, (steps, _, _)), count in zip(bucket, counts, strict=True)
     ]
     sizes = torch.tensor([numbers.step_size for _, numbers in bucket], dtype=torch.float64)
-    sizes = sizes.repeat_interleave(torch.tensor(counts)).to(like)
+    sizes = sizes.repeat_interleave(torch.tensor(counts), output_size=sum(counts)).to(like)
     every = StepCoefficients.at(torch.cat(ages), sizes, step.group["betas"])
     parts = zip(torch.split(every.step_size, counts), torch.split(every.denominator, counts), strict=True)
     return [StepCoefficients(*part).along(rows.dim) for (rows, _), part in zip(bucket, parts, strict=True)]
