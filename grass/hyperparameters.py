@@ -27,6 +27,8 @@ def validate_group(group: dict[str, Any]) -> None:
         )
     if group["residual"] and group["replacement"]:
         raise ValueError("residual=True takes replacement=False: scaled rows have no complement")
+    if group["shard_bank"] and group["state_policy"] != "bank":
+        raise ValueError(f"shard_bank=True takes state_policy='bank', got {group['state_policy']!r}")
     for tensor in _tensors(group["params"]):
         _check_tensor(tensor, group)
 
@@ -122,6 +124,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sketch_size": (lambda v: _is_int(v) and v >= 1, "an integer >= 1"),
     "residual": _one_of((False, True)),
     "bank_dtype": _one_of(("float32", "bfloat16")),
+    "shard_bank": _one_of((False, True)),
     "moment_dtype": _one_of(PRECISIONS),
     "stochastic_rounding": _one_of((False, True)),
     "fused": _one_of((None, False, True)),
@@ -129,6 +132,6 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 SHARED_KEYS = (
     *("rank", "dim", "selection", "replacement", "update_interval", "seed", "refresh", "sketch_size"),
-    *("state_policy", "residual", "moment_dtype", "stochastic_rounding"),
+    *("state_policy", "residual", "bank_dtype", "shard_bank", "moment_dtype", "stochastic_rounding"),
 )
 """What the processes of a distributed run must have alike, or they come apart."""

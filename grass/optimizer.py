@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 from grass.active import arm, layers_by_parameter, reserve_rows
 from grass.background import Background
+from grass.bank import Share
+from grass.bank_exchange import shares_bank
 from grass.functional import ScratchPool
-from grass.hyperparameters import SHARED_KEYS, as_matrix, is_projected, validate_group
+from grass.hyperparameters import SHARED_KEYS, is_projected, validate_group
 from grass.layers import CompactLayer
 from grass.moments import HOST_KEYS, State
 from grass.ranks import Ranks, checksum
-from grass.shards import aligned_grad, assembled, local
+from grass.shards import aligned_grad, assembled, assembled_bank, local
 from grass.steps import GroupStep, Member, step_device, step_group
 
 ParamsT = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -63,6 +65,9 @@ class GrassAdamW(Optimizer):
             the whole gradient on every rank. Not for ``replacement=True``; nothing in compact mode, which has no such
             gradient.
         bank_dtype: precision of the bank: ``"float32"`` or ``"bfloat16"``.
+        shard_bank: divide the bank among the ranks of data-parallel training, which bring each other the rows that
+            enter a selection, instead of one copy on each; then every rank has to save its part of the state (see
+            :meth:`state_dict`). The bank of sharded weights is sharded as they are, whatever this says.
         moment_dtype: precision of the moments of projected weights: ``"float32"``, ``"bfloat16"`` or ``"8bit"``, both
             rounded stochastically (:mod:`grass.precision`). Moments of float64 weights stay float64.
         stochastic_rounding: round what is written to bfloat16 and float16 weights, at full rank too (whose moments have
@@ -113,6 +118,7 @@ class GrassAdamW(Optimizer):
         decay: str = "selected",
         residual: bool = False,
         bank_dtype: str | torch.dtype = "float32",
+        shard_bank: bool = False,
         moment_dtype: str | torch.dtype = "float32",
         stochastic_rounding: bool = False,
         refresh: str = "sketch",
@@ -238,26 +244,30 @@ class GrassAdamW(Optimizer):
             after.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as tensors and plain scalars; with the active rows' values where the weights cannot hold them."""
+        """The state as tensors and plain scalars; with the active rows' values where the weights cannot hold them.
+
+        What is divided among ranks is ``DTensor``: save it by ``torch.distributed.checkpoint``, on every rank.
+        """
         self._background.finish()
-        state_dict, layers = super().state_dict(), layers_by_parameter()
-        for position, p in enumerate(self._parameters()):
+        state_dict, layers, ranks = super().state_dict(), layers_by_parameter(), Ranks.of(self.process_group)
+        for position, (p, group) in enumerate(self._grouped()):
             state = state_dict["state"].get(position, {})
             if "indices" in state and hasattr(p, "to_local"):
-                shape = layers[id(p)].shape if id(p) in layers else as_matrix(p).shape
-                state = state_dict["state"][position] = assembled(state, p, tuple(shape))
+                state = state_dict["state"][position] = assembled(state, p, matrix_shape(p, layers))
+            elif "bank_steps" in state and ranks.group is not None and shares_bank(group):
+                state = state_dict["state"][position] = assembled_bank(state, matrix_shape(p, layers), ranks.group)
             if "active" in state:
                 state_dict["state"][position] = {**state, "active": p.detach().clone()}
         return state_dict
 
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+    def _grouped(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Every parameter with its group."""
+        return [(p, group) for group in self.param_groups for p in group["params"]]
 
     def _begin_load(self, loading: dict[str, Any], exact: dict[int, State]) -> dict[str, Any]:
         keys = [key for group in loading["param_groups"] for key in group["params"]]
         bare, layers = _take_projected(loading, keys, exact), layers_by_parameter()
-        groups = [group for group in self.param_groups for _ in group["params"]]
-        for position, (p, group, key) in enumerate(zip(self._parameters(), groups, keys, strict=False)):
+        for position, ((p, group), key) in enumerate(zip(self._grouped(), keys, strict=False)):
             layer, state = layers.get(id(p)), exact.get(position)
             selects = layer is not None or is_projected(p, group)
             if loading["state"].get(key) and selects != (state is not None):
@@ -270,28 +280,37 @@ class GrassAdamW(Optimizer):
                     f"State of active rows with rank={len(state['indices'])}, dim={state['dim']} for a layer "
                     f"with rank={len(layer.selected)}, dim={layer.dim}"
                 )
-        return bare
+        groups = [dict(group) for group in loading["param_groups"]]
+        for ours, theirs in zip(self.param_groups, groups, strict=False):
+            theirs["shard_bank"] = ours["shard_bank"]  # of these processes, not of those that saved
+        return {**bare, "param_groups": groups}
 
     def _finish_load(self, exact: dict[int, State]) -> None:
-        groups = [group for group in self.param_groups for _ in group["params"]]
-        for position, (p, group) in enumerate(zip(self._parameters(), groups, strict=True)):
+        layers = layers_by_parameter()
+        for position, (p, group) in enumerate(self._grouped()):
             if position in exact:
-                self.state[p] = {
-                    key: local(value).to("cpu" if key in HOST_KEYS else p.device, copy=True)
-                    if isinstance(value, Tensor)
-                    else value
-                    for key, value in exact[position].items()
-                }
+                self.state[p] = self._held_here(exact[position], p, group, layers)
             elif "step" in self.state[p]:
                 self.state[p]["step"] = self.state[p]["step"].to(step_device(p, group))
-        layers = layers_by_parameter()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if id(p) in layers and self.state[p]:
-                    layer, state = layers[id(p)], self.state[p]
-                    layer.restore(state["indices"], state.get("active"))
-                    reserve_rows(state, layer)
-                    arm(layer, state, group)
+        for p, group in self._grouped():
+            if id(p) in layers and self.state[p]:
+                layer, state = layers[id(p)], self.state[p]
+                layer.restore(state["indices"], state.get("active"))
+                reserve_rows(state, layer)
+                arm(layer, state, group)
+
+    def _held_here(self, saved: State, p: Tensor, group: dict[str, Any], layers: dict[int, CompactLayer]) -> State:
+        """A copy of what was saved for a projected weight, as far as this process holds it."""
+        state: State = {key: local(value) if isinstance(value, Tensor) else value for key, value in saved.items()}
+        if "bank_steps" in state and not hasattr(p, "to_local"):
+            ranks = Ranks.of(self.process_group) if shares_bank(group) else Ranks(None)
+            share = Share.of(matrix_shape(p, layers)[state["dim"]], ranks)
+            for key in HOST_KEYS:
+                state[key] = share.of_bank(state[key], 0 if key == "bank_steps" else state["dim"])
+        return {
+            key: value.to("cpu" if key in HOST_KEYS else p.device, copy=True) if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
 
     def _count_selecting(self, layers: dict[int, CompactLayer]) -> int:
         return sum(id(p) in layers or is_projected(p, group) for group in self.param_groups for p in group["params"])
@@ -330,6 +349,11 @@ def _take_projected(state_dict: dict[str, Any], keys: list[int], taken: dict[int
 
 NEW: State = {"step": 0, "refresh_step": 0, "refreshes": 1}
 """The counters of active rows that have not been stepped."""
+
+
+def matrix_shape(p: Tensor, layers: dict[int, CompactLayer]) -> tuple[int, ...]:
+    """``(m, n)`` of the weight that a parameter is or, as active rows, is part of."""
+    return tuple(layers[id(p)].shape) if id(p) in layers else (p.shape[0], p.numel() // p.shape[0])
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:

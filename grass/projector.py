@@ -107,7 +107,7 @@ def _can_widen(matrix: Tensor) -> bool:
     return (
         type(matrix) is Tensor  # no DTensor, no fake tensor
         and not torch.compiler.is_compiling()
-        and matrix.is_contiguous()
+        and matrix.stride() == (matrix.shape[1], 1)  # is_contiguous() allows a single row any stride
         and (matrix.shape[1] * size) % 8 == 0
         and (matrix.storage_offset() * size) % 8 == 0
     )

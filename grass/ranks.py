@@ -42,6 +42,13 @@ class Ranks:
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
+    def gather(self, own: Tensor, sizes: list[int]) -> list[Tensor]:
+        """Every rank's flat tensor; they are of one dtype and of these ``sizes``, which all ranks know."""
+        assert self.group is not None
+        world, every = self.group.size(), own.new_empty(sum(sizes))
+        dist.all_to_all_single(every, own.repeat(world), sizes, [own.numel()] * world, group=self.group)
+        return list(torch.split(every, sizes))
+
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether the flag is set on any rank."""
         if self.group is None:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grass.background import Background
-from grass.moments import POLICIES, State, bank, shared_steps
+from grass.bank import Swap
+from grass.bank_exchange import BankExchange
+from grass.moments import HOST_KEYS, State, keep, reset, shared_steps
 from grass.precision import full_moments, rounding_key
 from grass.projector import Projector
 from grass.selection import Selection, select_rows, selection_generator
@@ -18,26 +19,22 @@ Carry = Callable[[Projector | None, Projector], None]
 """``carry(old, new)`` moves the moments from the old selection, ``None`` at first, to the new one."""
 
 
-def carry_moments(
-    state: State, weight: Tensor, group: dict[str, Any], index: int, background: Background | None = None
-) -> Carry:
-    """The group's state policy, bound to one weight ``(m, n)`` and its state.
-
-    With a ``background``, exchanges with a bank that exists already go on there.
-    """
-    policy, bank_dtype = POLICIES[group["state_policy"]], getattr(torch, group["bank_dtype"])
+def carry_moments(state: State, weight: Tensor, group: dict[str, Any], index: int, exchange: BankExchange) -> Carry:
+    """The group's state policy, bound to one weight ``(m, n)``, its state and the way of exchange with the bank."""
 
     def carry(old: Projector | None, new: Projector) -> None:
-        key = rounding_key(group, index, -1 - state["step"])
-
-        def work() -> None:
-            with full_moments(state, group["moment_dtype"], key):
-                policy(state, old, new, weight, bank_dtype)
-
-        if background is None or policy is not bank or "bank_steps" not in state:
-            work()
-        else:
-            background.run(work, state, weight.device)
+        moments = full_moments(state, group["moment_dtype"], rounding_key(group, index, -1 - state["step"]))
+        if group["state_policy"] == "bank":
+            share = exchange.share(weight.shape[new.dim])
+            exchange.swap(Swap(state, old, new, weight, getattr(torch, group["bank_dtype"]), share), moments)
+            return
+        for key in HOST_KEYS:
+            state.pop(key, None)
+        with moments:
+            if group["state_policy"] == "keep":
+                keep(state, old, new, weight)
+            else:
+                reset(state, new, weight)
 
     return carry
 

@@ -67,19 +67,29 @@ def summed(part: Tensor, like: Tensor) -> Tensor:
 
 def assembled(state: dict[str, Any], like: Tensor, weight_shape: tuple[int, ...]) -> dict[str, Any]:
     """State of a weight ``(m, n)`` with its sharded tensors as ``DTensor`` of the whole, placed as ``like`` is."""
-    from torch.distributed.tensor import DTensor
-
     rows = list(weight_shape)
     rows[state["dim"]] = state["indices"].numel()
-    whole = dict(state)
-    for key in SHARDED_KEYS & state.keys():
-        shape = torch.Size(weight_shape if key.startswith("bank") else rows)
-        whole[key] = DTensor.from_local(
-            state[key].contiguous(),
-            like.device_mesh,  # type: ignore[attr-defined]
-            like.placements,  # type: ignore[attr-defined]
-            run_check=False,
-            shape=shape,
-            stride=(shape[1], 1),
-        )
-    return whole
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    whole = {
+        key: _whole(state[key], mesh, placements, weight_shape if key.startswith("bank") else tuple(rows))
+        for key in SHARDED_KEYS & state.keys()
+    }
+    return {**state, **whole}
+
+
+def assembled_bank(state: dict[str, Any], weight_shape: tuple[int, ...], group: dist.ProcessGroup) -> dict[str, Any]:
+    """State of a weight ``(m, n)``, the same on all ranks but for the bank, with that as ``DTensor`` of the whole."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+
+    mesh, dim = DeviceMesh.from_group(group, "cpu"), state["dim"]
+    whole = {key: _whole(state[key], mesh, [Shard(dim)], weight_shape) for key in ("bank_exp_avg", "bank_exp_avg_sq")}
+    return {**state, **whole, "bank_steps": _whole(state["bank_steps"], mesh, [Shard(0)], (weight_shape[dim],))}
+
+
+def _whole(part: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    part = part.contiguous()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

@@ -126,3 +126,9 @@ def test_lift_leaves_other_rows_zero(problem: tuple[Tensor, Tensor | None, int, 
 def test_invalid_dim() -> None:
     with pytest.raises(ValueError, match=r"2.*0.*1"):
         Projector(torch.tensor([0]), None, 2)
+
+
+def test_a_single_row_of_any_stride() -> None:
+    """As one column of a column-major matrix is when transposed."""
+    row = torch.arange(8.0).view(1, 8).as_strided((1, 8), (1, 1))
+    assert torch.equal(Projector(torch.tensor([2])).scatter_(torch.zeros(4, 8), row)[2], torch.arange(8.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from grass.active import adopt, arm, choose_rows, gathered_norms
+from grass.bank_exchange import BankExchange
 from grass.layers import CompactLayer
 from grass.refresh import carry_moments, refresh_due
 from grass.shards import local
@@ -33,8 +34,9 @@ def step_active(step: GroupStep, every: list[Active]) -> None:
 def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
     """Make the state in the first step, which a fresh optimizer building its state leaves at that."""
     fresh = [item for item in every if not item[0].state]
+    exchange = BankExchange.of(step.group, step.ranks)
     for member, layer in fresh:
-        adopt(layer, member.state, carry_moments(member.state, layer.matrix(), step.group, member.position))
+        adopt(layer, member.state, carry_moments(member.state, layer.matrix(), step.group, member.position, exchange))
     if fresh and not step.lr:
         moves = any(bool(member.grad.any()) for member, _ in fresh)
         if not step.ranks.any(moves, local(fresh[0][0].grad).device):
@@ -51,7 +53,9 @@ def _rows(member: Member, layer: CompactLayer) -> Rows:
 def _refresh(step: GroupStep, due: list[Active]) -> None:
     """Choose new rows from the sketches, summed over the ranks."""
     norms = gathered_norms([layer for _, layer in due], step.ranks)
+    exchange = BankExchange.of(step.group, step.ranks, step.background)
     for (member, layer), layer_norms in zip(due, norms, strict=True):
-        carry = carry_moments(member.state, layer.matrix(), step.group, member.position, step.background)
+        carry = carry_moments(member.state, layer.matrix(), step.group, member.position, exchange)
         choose_rows(layer, layer_norms, member.state, carry, step.group, member.position)
         step.chosen.append(member.state["indices"])
+    exchange.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from grass.bank_exchange import BankExchange
 from grass.hyperparameters import as_matrix, resolve_dim, resolve_rank
 from grass.precision import shrink_
 from grass.refresh import carry_moments, refresh, refresh_due
@@ -16,11 +17,13 @@ from grass.steps.rows import Rows
 
 def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Tensor, Tensor]) -> None:
     """Choose new rows of each weight if that is due, by the given norms or those of its gradient; update them."""
+    exchange = BankExchange.of(step.group, step.ranks)
     stepped = [
         m
         for m in members
-        if not refresh_due(m.state, step.group) or _choose(step, m, given_norms.pop(m.parameter, None))
+        if not refresh_due(m.state, step.group) or _choose(step, m, given_norms.pop(m.parameter, None), exchange)
     ]
+    exchange.finish()
     count([member.state for member in stepped])
     every = [_rows(member) for member in stepped]
     if step.group["decay"] == "all":
@@ -35,7 +38,7 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
             _copy_back(local(member.parameter.detach()), rows.stepped())
 
 
-def _choose(step: GroupStep, member: Member, norms: Tensor | None) -> bool:
+def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: BankExchange) -> bool:
     """Choose rows. Returns whether the step goes on."""
     p, grad, state, index = member
     group = step.group
@@ -45,7 +48,8 @@ def _choose(step: GroupStep, member: Member, norms: Tensor | None) -> bool:
     check_shards(weight, dim, "A weight")
     if norms is None:
         norms = row_norms(as_matrix(grad), dim)
-    goes_on = refresh(state, carry_moments(state, local(weight), group, index), norms, dim, rank, group, index)
+    carry = carry_moments(state, local(weight), group, index, exchange)
+    goes_on = refresh(state, carry, norms, dim, rank, group, index)
     if goes_on:
         step.chosen.append(state["indices"])
     return goes_on

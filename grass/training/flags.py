@@ -42,6 +42,7 @@ def add_optimizer_flags(add: AddFlag) -> None:
     add("--compact", action="store_true", help="grass: never form full gradients; dim auto is then 1")
     add("--moment-dtype", choices=("float32", "bfloat16", "8bit"), default="float32", help="grass: of selected rows")
     add("--bank-dtype", choices=("float32", "bfloat16"), default="float32", help="grass: of the bank")
+    add("--shard-bank", action="store_true", help="grass: divide the bank among the processes of DDP")
     add("--stochastic-rounding", action="store_true", help="grass: of updates to half-precision weights")
     add("--active-dtype", choices=("float32", "bfloat16"), help="--compact: of active rows; default: the weights'")
     add("--weights", choices=("int8",), help="--compact: precision of frozen weights; default: --dtype")

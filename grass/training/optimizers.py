@@ -27,6 +27,7 @@ GRASS_OPTIONS = (
     "decay",
     "residual",
     "bank_dtype",
+    "shard_bank",
     "moment_dtype",
     "stochastic_rounding",
     "refresh",
@@ -58,6 +59,7 @@ class OptimizerConfig:
         decay: what ``weight_decay`` decays, ``"selected"`` rows or ``"all"``.
         residual: move the rows that were not chosen too (dense mode).
         bank_dtype: precision of the bank.
+        shard_bank: whether the processes of DDP divide it.
         refresh: how compact mode learns the norms, ``"sketch"`` or ``"exact"``.
         sketch_size: columns of the sketch.
         moment_dtype: precision of the moments of projected weights.
@@ -84,6 +86,7 @@ class OptimizerConfig:
     decay: str = "selected"
     residual: bool = False
     bank_dtype: str = "float32"
+    shard_bank: bool = False
     refresh: str = "sketch"
     sketch_size: int = 32
     moment_dtype: str = "float32"

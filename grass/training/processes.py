@@ -82,7 +82,7 @@ def launched_processes(device: str) -> Iterator[Processes]:
     if name == "cuda":
         name = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(name)
-    dist.init_process_group("nccl" if name.startswith("cuda") else "gloo", **_fresh_store())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if name.startswith("cuda") else "gloo", **_fresh_store())
     try:
         yield Processes(dist.get_rank(), size, torch.device(name))
     finally:
@@ -140,16 +140,22 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:
     return weights
 
 
+def is_divided(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether each process holds a part of the optimizer's state: of a sharded model or a sharded bank."""
+    shares = any(group.get("shard_bank", False) for group in optimizer.param_groups)
+    return isinstance(model, FSDPModule) or (shares and dist.is_initialized())
+
+
 def whole_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's ``state_dict``, gathered likewise."""
-    if isinstance(model, FSDPModule):
+    if is_divided(model, optimizer):
         return dict(dcp.get_optimizer_state_dict(model, optimizer, options=WHOLE))
     return optimizer.state_dict()
 
 
 def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load :func:`whole_optimizer_state`, each process its part."""
-    if isinstance(model, FSDPModule):
+    if is_divided(model, optimizer):
         dcp.set_optimizer_state_dict(model, optimizer, state, options=dcp.StateDictOptions(full_state_dict=True))
     else:
         optimizer.load_state_dict(state)

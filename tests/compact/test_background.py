@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from grass import GrassAdamW
-from grass.moments import POLICIES, bank
+from grass.bank import Swap
 from tests.compact.networks import DIMS, assert_same_weights, batches, converted, loss_of, train
 
 OPTIONS = dict(state_policy="bank", selection="multinomial_norm", update_interval=2)
@@ -29,13 +29,14 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Exchanges after the first selection wait until this is set, and so does nothing else."""
     opened = threading.Event()
 
-    def guarded(state, old, new, weight, bank_dtype) -> None:
-        if old is not None:
-            assert opened.wait(10), "an exchange was awaited while the gate was shut"
-        bank(state, old, new, weight, bank_dtype)
+    leave = Swap.leave
 
-    monkeypatch.setitem(POLICIES, "bank", guarded)
-    monkeypatch.setattr("grass.refresh.bank", guarded)
+    def guarded(swap: Swap) -> None:
+        if swap.old is not None:
+            assert opened.wait(10), "an exchange was awaited while the gate was shut"
+        leave(swap)
+
+    monkeypatch.setattr(Swap, "leave", guarded)
     return opened
 
 
@@ -97,7 +98,7 @@ def test_errors_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes wrong in the thread is raised by the next step, not lost."""
     model, optimizer = beside()
     train(model, optimizer, batches(1))
-    monkeypatch.setattr("grass.moments._withdraw", lambda *_: 1 / 0)
+    monkeypatch.setattr("grass.bank.Swap.withdraw", lambda *_: 1 / 0)
     train(model, optimizer, batches(1))
     with pytest.raises(ZeroDivisionError):
         train(model, optimizer, batches(1))

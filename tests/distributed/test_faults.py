@@ -65,6 +65,26 @@ def other_rows_dense(rank: int) -> None:
     train_jointly(DistributedDataParallel(model), optimizer, joint_batches(1))
 
 
+def other_rows_sharded_bank(rank: int) -> None:
+    """How many bytes are exchanged depends on the rows: the difference shows before."""
+    model, optimizer = converted(torch.float64, selection="lopsided", state_policy="bank", shard_bank=True)
+    train_jointly(DistributedDataParallel(model), optimizer, joint_batches(4))
+
+
+def other_layout_of_bank(rank: int) -> None:
+    model, optimizer = converted(torch.float64, state_policy="bank", shard_bank=rank == 1)
+    train_jointly(DistributedDataParallel(model), optimizer, joint_batches(1))
+
+
+def part_of_a_bank(rank: int) -> None:
+    """What was saved by one of two ranks alone does not load in a process of its own."""
+    model, optimizer = converted(torch.float64, state_policy="bank", shard_bank=True)
+    train_jointly(DistributedDataParallel(model), optimizer, joint_batches(1))
+    alone, other = converted(torch.float64, state_policy="bank")
+    other.load_state_dict(optimizer.state_dict())
+    del alone
+
+
 def dying(rank: int) -> None:
     model, optimizer = converted(torch.float64)
     ddp = DistributedDataParallel(model)
@@ -83,6 +103,9 @@ def dying(rank: int) -> None:
         (other_rank_compact, 2, "params"),
         (other_age, 2, "ValueError: The ranks differ in the age of"),
         (other_rows, 4, "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks"),
+        (other_rows_sharded_bank, 4, "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks"),
+        (other_layout_of_bank, 2, "ValueError: The ranks differ in shard_bank of group 0: False on ranks [0]; True on"),
+        (part_of_a_bank, 2, "save and load by torch.distributed.checkpoint"),
         (other_rows_dense, 4, "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ RUNS = {
     "dense": GRASS,
     "compact": (*GRASS, "--compact"),
     "fsdp": (*GRASS, "--compact", "--fsdp"),
+    "sharded bank": (*GRASS, "--compact", "--state-policy", "bank", "--shard-bank"),
 }
 
 
@@ -89,6 +91,17 @@ def test_another_number_of_processes_at_resume(tmp_path: Path) -> None:
     run_world(one_step, 2, tmp_path, ())
     for outcome in attempt_world(one_step, 1, tmp_path, ("--resume",)):
         assert "SystemExit: 2" in outcome.error
+
+
+def test_resumes_with_a_sharded_bank(tmp_path: Path) -> None:
+    """From the checkpoint of step 4, to the bit."""
+    flags, weights = (*RUNS["sharded bank"], "--save-every", "4", "--keep", "3"), []
+    for resume in ((), ("--resume",)):
+        run_world(pretrain, 2, tmp_path, (*flags, *resume), timeout=100)
+        weights.append(load_file(tmp_path / "model" / "model.safetensors"))
+        shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
+        shutil.rmtree(tmp_path / "model")
+    assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
 
 
 @pytest.mark.slow

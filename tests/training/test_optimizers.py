@@ -55,11 +55,12 @@ def test_grass_gets_every_setting(model):
         "selection": "uniform",
         "replacement": True,
         "dim": 1,
-        "state_policy": "keep",
+        "state_policy": "bank",
         "warmup_after_refresh": 2,
         "seed": 3,
         "decay": "all",
         "bank_dtype": "bfloat16",
+        "shard_bank": True,
         "refresh": "exact",
         "sketch_size": 9,
     }
