@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grass.layers import CompactLayer
 from grass.moments import POLICIES
 from grass.precision import PRECISIONS
 from grass.selection import check_rule
 
 
-def validate_group(group: dict[str, Any]) -> None:
-    """Check a group's values, and its ``rank`` against each of its tensors.
+def validate_group(group: dict[str, Any], layers: dict[int, CompactLayer]) -> None:
+    """Check a group's values, and its ``rank`` against each of its tensors, active rows of ``layers`` by their ``id``.
 
     Raises:
-        TypeError: a tensor is complex.
+        TypeError: a tensor is complex, or a value of the wrong type.
         ValueError: a value is out of range; the message names value and range.
     """
     validate(group)
@@ -30,7 +32,10 @@ def validate_group(group: dict[str, Any]) -> None:
     if group["shard_bank"] and group["state_policy"] != "bank":
         raise ValueError(f"shard_bank=True takes state_policy='bank', got {group['state_policy']!r}")
     for tensor in _tensors(group["params"]):
-        _check_tensor(tensor, group)
+        if id(tensor) in layers:
+            _check_active(layers[id(tensor)], group)
+        else:
+            _check_tensor(tensor, group)
 
 
 def validate(values: dict[str, Any]) -> None:
@@ -42,10 +47,15 @@ def validate(values: dict[str, Any]) -> None:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise ``ValueError`` unless ``value`` is in the range of the hyperparameter ``name``."""
+    """Raise ``ValueError``, or ``TypeError``, unless ``value`` is in the range of the hyperparameter ``name``."""
     holds, allowed = _RANGES[name]
-    if not holds(value):
-        raise ValueError(f"Invalid {name}={value!r}: must be {allowed}")
+    message = f"Invalid {name}={value!r}: must be {allowed}"
+    try:
+        in_range = holds(value)
+    except TypeError:
+        raise TypeError(message) from None
+    if not in_range:
+        raise ValueError(message)
 
 
 def resolve_dim(dim: int | str, weight: Tensor) -> int:
@@ -85,6 +95,19 @@ def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
         )
 
 
+def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:
+    own, size = layer.selected.numel(), layer.shape[layer.dim]
+    if group["replacement"]:
+        raise ValueError("Compact mode takes replacement=False: active rows are neither scaled nor repeated")
+    if group["rank"] is not None and resolve_rank(group["rank"], size) != own:
+        raise ValueError(
+            f"Invalid rank={group['rank']!r}: must be None or {own}, which grass.compact() gave the layers already; "
+            "to train more or fewer rows, convert with another rank"
+        )
+    if group["dim"] not in ("auto", layer.dim):
+        raise ValueError(f"Invalid dim={group['dim']!r}: must be 'auto' or {layer.dim}, by which layers were converted")
+
+
 def _tensors(params: Any) -> list[Tensor]:
     """The tensors of a group; what is neither a tensor nor a named one is left for torch's own check to refuse."""
     items = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
@@ -105,17 +128,17 @@ def _one_of(allowed: Iterable[Any]) -> tuple[Callable[[Any], bool], str]:
 
 
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (lambda v: _is_scalar(v) and bool(v >= 0), "a number or one-element tensor >= 0"),
+    "lr": (lambda v: _is_scalar(v) and bool(0 <= v < math.inf), "a finite number or one-element tensor >= 0"),
     "betas": (lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v), "two numbers in [0, 1)"),
-    "eps": (lambda v: v >= 0, ">= 0"),
-    "weight_decay": (lambda v: v >= 0, ">= 0"),
+    "eps": (lambda v: 0 <= v < math.inf, "a finite number >= 0"),
+    "weight_decay": (lambda v: 0 <= v < math.inf, "a finite number >= 0"),
     "rank": (
         lambda v: v is None or (v >= 1 if _is_int(v) else isinstance(v, float) and 0 < v <= 1),
         "an integer >= 1, a fraction in (0, 1], or None",
     ),
     "update_interval": (lambda v: _is_int(v) and v >= 1, "an integer >= 1"),
     "dim": _one_of(("auto", 0, 1)),
-    "scale": (lambda v: v > 0, "> 0"),
+    "scale": (lambda v: 0 < v < math.inf, "a finite number > 0"),
     "state_policy": _one_of(POLICIES),
     "warmup_after_refresh": (lambda v: _is_int(v) and v >= 0, "an integer >= 0"),
     "seed": (_is_int, "an integer"),

@@ -85,8 +85,9 @@ class GrassAdamW(Optimizer):
         given_norms: in dense mode, of what a coming refresh chooses rows by where not by the gradient at hand.
 
     Errors:
-        ``ValueError`` for values out of range, including a rank beyond the selected dimension, when the group is added;
-        ``TypeError`` for complex tensors then, and for sparse gradients in ``step`` before any weight has changed.
+        ``ValueError`` for values out of range, including a rank beyond the selected dimension or another than converted
+        layers have, when the group is added; ``TypeError`` for values of the wrong type and complex tensors then, and
+        for sparse gradients in ``step`` before any weight has changed.
 
     Example:
         >>> optimizer = GrassAdamW(param_groups(model, rank=128), lr=1e-3)
@@ -158,15 +159,13 @@ class GrassAdamW(Optimizer):
             group["params"] = list(group["params"])
         for name in group.keys() & {"bank_dtype", "moment_dtype"}:
             group[name] = str(group[name]).removeprefix("torch.")
-        validate_group({**self.defaults, **group})
+        layers = layers_by_parameter()
+        validate_group({**self.defaults, **group}, layers)
         super().add_param_group(group)
-        layers, added = layers_by_parameter(), self.param_groups[-1]
-        active = [layers[id(p)] for p in added["params"] if id(p) in layers]
-        if active and added["replacement"]:
-            self.param_groups.pop()
-            raise ValueError("Compact mode takes replacement=False: active rows are neither scaled nor repeated")
-        for layer in active:
-            arm(layer, NEW, added)
+        added = self.param_groups[-1]
+        for p in added["params"]:
+            if id(p) in layers:
+                arm(layers[id(p)], NEW, added)
         self._selecting = self._count_selecting(layers)
 
     @overload

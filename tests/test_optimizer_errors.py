@@ -39,7 +39,27 @@ VALUES = {
     "warm-up negative": (dict(warmup_after_refresh=-1), "-1.*0"),
     "unknown decay": (dict(decay="none"), "none.*selected.*all"),
     "bank dtype": (dict(bank_dtype="int8"), "int8.*float32.*bfloat16"),
+    "moment dtype": (dict(moment_dtype=8), "moment_dtype='8': must be one of 'float32', 'bfloat16', '8bit'"),
+    "weight decay infinite": (dict(weight_decay=math.inf), "inf"),
+    "lr infinite": (dict(lr=math.inf), "inf"),
+    "fused word": (dict(fused="yes"), "yes.*None, False, True"),
 }
+
+
+TYPES = {
+    "betas a number": (dict(betas=0.9), r"betas=0\.9: must be two numbers in \[0, 1\)"),
+    "betas words": (dict(betas=("a", "b")), "betas=.*two numbers"),
+    "betas none": (dict(betas=None), "betas=None: must be two numbers"),
+    "eps word": (dict(eps="small"), "eps='small': must be a finite number >= 0"),
+    "weight decay none": (dict(weight_decay=None), "weight_decay=None: must be a finite number"),
+    "scale word": (dict(scale="1"), "scale='1': must be a finite number > 0"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), TYPES.values(), ids=TYPES.keys())
+def test_bad_types(arguments: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        GrassAdamW([Parameter(torch.ones(5, 7))], **arguments)
 
 
 @pytest.mark.parametrize(("arguments", "message"), VALUES.values(), ids=VALUES.keys())
