@@ -12,11 +12,17 @@ import functools
 import torch
 from torch import Tensor
 
+from grass.projector import is_column_major
+
 BLOCK = 256
 
 
-def encode_moment(flat: Tensor, signed: bool, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 ``(k,)`` and scales float32 ``(ceil(k / 256),)`` of ``k`` values; ``bits`` decide up or down."""
+def encode_moment(matrix: Tensor, signed: bool, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes uint8, laid out as the matrix, and scales float32 ``(ceil(k / 256),)`` of its ``k`` values.
+
+    Blocks and ``bits (k,)``, which decide up or down, follow the order of memory.
+    """
+    flat = in_memory_order(matrix)
     blocks = _blocks(flat)
     scale = blocks.abs().amax(1)
     unit = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).flatten()[: flat.numel()]
@@ -25,13 +31,13 @@ def encode_moment(flat: Tensor, signed: bool, bits: Tensor) -> tuple[Tensor, Ten
     below = levels[lower]
     share = (unit - below) / (levels[lower + 1] - below)
     codes = lower + ((bits >> 8).to(torch.float32) * 2**-24 < share)
-    return codes.to(torch.uint8), scale
+    return laid_out_as(matrix, codes.to(torch.uint8)), scale
 
 
 def decode_moment(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """The float32 values ``(k,)`` that codes ``(k,)`` and their scales stand for."""
-    values = dynamic_map(signed, str(codes.device))[codes.to(torch.int32)]
-    return _blocks(values).mul_(scale.unsqueeze(1)).flatten()[: codes.numel()]
+    """The float32 values that codes and their scales stand for."""
+    values = dynamic_map(signed, str(codes.device))[in_memory_order(codes).to(torch.int32)]
+    return laid_out_as(codes, _blocks(values).mul_(scale.unsqueeze(1)).flatten()[: codes.numel()])
 
 
 @functools.cache
@@ -47,6 +53,18 @@ def dynamic_map(signed: bool, device: str = "cpu") -> Tensor:
     zero = torch.zeros(1, dtype=torch.float64)
     levels = torch.cat([-positive.flip(0), zero, positive]) if signed else torch.cat([zero, positive])
     return levels.float().to(device)
+
+
+def in_memory_order(matrix: Tensor) -> Tensor:
+    """The values ``(k,)`` of a row-major or column-major matrix."""
+    return (matrix.t() if matrix.ndim == 2 and is_column_major(matrix) else matrix).reshape(-1)
+
+
+def laid_out_as(matrix: Tensor, flat: Tensor) -> Tensor:
+    """Flat values back in the shape and memory order of ``matrix``."""
+    if matrix.ndim == 2 and is_column_major(matrix):
+        return flat.view(matrix.t().shape).t()
+    return flat.view(matrix.shape)
 
 
 def _blocks(flat: Tensor) -> Tensor:

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from grass.kernels import make_key, random_bits, round_stochastically
-from grass.moment_codes import decode_moment, encode_moment
-from grass.projector import is_column_major
+from grass.moment_codes import decode_moment, encode_moment, in_memory_order, laid_out_as
 
 State = dict[str, Any]
 PRECISIONS = ("float32", "bfloat16", "8bit")
@@ -88,8 +87,8 @@ def _expanded(state: State, name: str) -> Tensor:
     scale = state.pop(f"{name}_scale", None)
     if scale is None:
         return stored.float() if stored.dtype == torch.bfloat16 else stored
-    values = decode_moment(_in_memory_order(stored), scale, name == "exp_avg")
-    return _like(stored, values if name == "exp_avg" else values.square_())
+    values = decode_moment(stored, scale, name == "exp_avg")
+    return values if name == "exp_avg" else values.square_()
 
 
 def _store(state: State, name: str, precision: str, key: int, stream: int) -> None:
@@ -98,21 +97,8 @@ def _store(state: State, name: str, precision: str, key: int, stream: int) -> No
     if full.dtype != torch.float32:  # of float64 weights: left as it is
         return
     bits = random_bits(torch.arange(full.numel(), device=full.device), key, stream)
-    flat = _in_memory_order(full)
     if precision == "bfloat16":
-        state[name] = _like(full, round_stochastically(flat, torch.bfloat16, bits))
+        state[name] = laid_out_as(full, round_stochastically(in_memory_order(full), torch.bfloat16, bits))
         return
     signed = name == "exp_avg"
-    codes, scale = encode_moment(flat if signed else flat.sqrt(), signed, bits)
-    state[name], state[f"{name}_scale"] = _like(full, codes), scale
-
-
-def _in_memory_order(matrix: Tensor) -> Tensor:
-    return (matrix.t() if matrix.ndim == 2 and is_column_major(matrix) else matrix).reshape(-1)
-
-
-def _like(matrix: Tensor, flat: Tensor) -> Tensor:
-    """Flat values back in the shape and memory order of ``matrix``."""
-    if matrix.ndim == 2 and is_column_major(matrix):
-        return flat.view(matrix.t().shape).t()
-    return flat.view(matrix.shape)
+    state[name], state[f"{name}_scale"] = encode_moment(full if signed else full.sqrt(), signed, bits)

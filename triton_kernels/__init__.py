@@ -1,6 +1,7 @@
 """Grass's inner loops: Triton kernels on CUDA, torch twins of the same signature elsewhere (:mod:`dispatch`)."""
 
 from .compact_adamw import compact_adamw_
+from .compact_adamw_8bit import compact_adamw_8bit_
 from .compact_grad import compact_grad
 from .gather_rows import gather_cols, gather_rows
 from .random_bits import make_key, random_bits, round_stochastically
@@ -10,6 +11,7 @@ from .scatter_add_rows import scatter_add_cols, scatter_add_rows
 
 __all__ = [
     "compact_adamw_",
+    "compact_adamw_8bit_",
     "compact_grad",
     "gather_cols",
     "gather_rows",

@@ -23,10 +23,18 @@ logger = logging.getLogger("grass")
 REAL = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Types of the matrices that kernels take; their indices are int64."""
 
+_TYPES: dict[str, frozenset[torch.dtype]] = {}
 _LIBRARY = torch.library.Library("grass", "DEF")
 
 
-def kernel_op(schema: str, *, twin: Callable[..., Any], launch: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def kernel_op(
+    schema: str,
+    *,
+    twin: Callable[..., Any],
+    launch: Callable[..., Any],
+    fake: Callable[..., Any],
+    types: frozenset[torch.dtype] = frozenset(),
+) -> Any:
     """Register ``torch.ops.grass.<name>`` and return it.
 
     Args:
@@ -34,8 +42,10 @@ def kernel_op(schema: str, *, twin: Callable[..., Any], launch: Callable[..., An
         twin: the operation in torch; takes every device and type, and is the oracle in tests.
         launch: the operation in Triton.
         fake: shapes and types of the results, for ``torch.compile`` and fake tensors.
+        types: that the kernel takes beside :data:`REAL` and int64.
     """
     name = schema[: schema.index("(")]
+    _TYPES[name] = REAL | {torch.int64} | types
 
     def run(*args: Any) -> Any:
         return (launch if runs_triton(name, *args) else twin)(*args)
@@ -55,7 +65,7 @@ def runs_triton(name: str, *args: Any) -> bool:
     tensors = [a for a in args if isinstance(a, Tensor)]
     if not wants_triton(tensors[0].device.type):
         return False
-    reason = _obstacle(tensors)
+    reason = _obstacle(tensors, _TYPES.get(name, REAL | {torch.int64}))
     if reason:
         _say_once(name, reason)
     return reason is None
@@ -73,14 +83,14 @@ def wants_triton(device: str) -> bool:
     return choice == "triton" or (choice == "" and device == "cuda")
 
 
-def _obstacle(tensors: list[Tensor]) -> str | None:
+def _obstacle(tensors: list[Tensor], types: frozenset[torch.dtype]) -> str | None:
     """Why these tensors cannot go to a kernel."""
     if triton is None:
         return "triton is not installed"
     for t in tensors:
         if t.device.type != ("cpu" if INTERPRETED else "cuda"):
             return f"no kernel for {t.device.type} tensors" + (" in the interpreter" if INTERPRETED else "")
-        if t.layout != torch.strided or (t.dtype not in REAL and t.dtype != torch.int64):
+        if t.layout != torch.strided or t.dtype not in types:
             return f"no kernel for {t.dtype} tensors of layout {t.layout}"
     return None
 

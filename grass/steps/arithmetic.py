@@ -14,7 +14,6 @@ from torch import Tensor
 
 from grass import cpu_kernel, kernels
 from grass.kernels.dispatch import runs_triton, wants_triton
-from grass.precision import full_moments
 from grass.steps.group import GroupStep, Numbers, is_half
 from grass.steps.operators import step_by_operators
 from grass.steps.rows import Rows
@@ -57,24 +56,24 @@ def _takes_kernel(step: GroupStep, rows: Rows, triton: dict[str, bool]) -> bool:
 
 
 def _step_by_kernel(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
-    """Step by :func:`grass.kernels.compact_adamw_`, which stores bfloat16 moments itself."""
-    precision, key = step.group["moment_dtype"], step.key(rows.index, rows.state)
-    native = precision == "bfloat16"
-    weight, indices, values = rows.weight, rows.indices, rows.values
+    """Step by the kernel for the precision of the moments, which it rounds and stores itself."""
+    weight, indices, values, state = rows.weight, rows.indices, rows.values, rows.state
     if weight is None:  # the values themselves are stepped, each where it is
         assert values is not None
         weight, values, indices = values, None, torch.arange(indices.numel(), device=indices.device)
-    with full_moments(rows.state, "float32" if native else precision, key) as moments:
-        kernels.compact_adamw_(
-            weight,
-            indices,
-            rows.grad,
-            *moments,
-            dim=rows.dim,
-            rows=values,
-            gather_grad=rows.values is None,
-            key=step.value_key(rows.index, rows.state),
-            moment_key=key if native else None,
-            **numbers._asdict(),
-            **step.adam,
-        )
+    coded = "exp_avg_scale" in state
+    names = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale") if coded else ("exp_avg", "exp_avg_sq")
+    kernel = kernels.compact_adamw_8bit_ if coded else kernels.compact_adamw_
+    kernel(
+        weight,
+        indices,
+        rows.grad,
+        *(state[name] for name in names),
+        dim=rows.dim,
+        rows=values,
+        gather_grad=rows.values is None,
+        key=step.value_key(rows.index, state),
+        moment_key=step.key(rows.index, state) if coded or state["exp_avg"].dtype == torch.bfloat16 else None,
+        **numbers._asdict(),
+        **step.adam,
+    )

@@ -50,7 +50,7 @@ def compile_only() -> list[tuple[str, Any]]:
 
     JITFunction.run = record
     driver.set_active(Hopper())
-    dispatch._obstacle = lambda tensors: None
+    dispatch._obstacle = lambda tensors, types: None
     dispatch.wants_triton = lambda device: True
     return compiled
 
@@ -76,6 +76,11 @@ def launch_everything(dtypes: list[torch.dtype]) -> None:
                 options = {"dim": dim, "step_size": 1e-3}
                 kernels.compact_adamw_(matrix, indices, matrix, *moments, 3.0, gather_grad=True, key=5, **options)
                 kernels.compact_adamw_(matrix, indices, rows, *moments, scale, rows=rows, **options)
+                codes = [torch.zeros(shape, dtype=torch.uint8) for _ in range(2)]
+                coded = codes[0], torch.zeros(m * n // 256), codes[1], torch.zeros(m * n // 256)
+                keys = {"moment_key": 6, **options}
+                kernels.compact_adamw_8bit_(matrix, indices, matrix, *coded, 3.0, gather_grad=True, key=5, **keys)
+                kernels.compact_adamw_8bit_(matrix, indices, rows, *coded, scale, rows=rows, **keys)
         g, inputs = torch.zeros(tokens, m, dtype=dtype), torch.zeros(tokens, n, dtype=dtype)
         transposed_product(g, inputs, indices, dtype)
         kernels.compact_grad(g, inputs, indices[:8], 0)

@@ -78,11 +78,14 @@ def calls():
     f, i = torch.randn(6, 8, device=DEVICE), torch.tensor([4, 1], device=DEVICE)
     rows, ages = torch.randn(2, 8, device=DEVICE), torch.ones(2, device=DEVICE)
     adam = (f, i, None, f.clone(), rows, rows.abs(), ages, 0.0, 0.1, 0.9, 0.99, 1e-8, 0.9, False, True, 7, None)
+    codes = torch.randint(0, 255, (2, 2, 8), device=DEVICE, dtype=torch.uint8)
+    coded = codes[0], torch.ones(1, device=DEVICE), codes[1], torch.ones(1, device=DEVICE)
     return {
         "gather_rows": (torch.empty(2, 8, device=DEVICE), f, i, ages, False),
         "scatter_add_rows": (f, i, rows, ages, -1.0, False),
         "row_norms": (f,),
         "compact_adamw_": adam,
+        "compact_adamw_8bit_": (f, i, None, f.clone(), *coded, ages, *adam[7:-1], 5),
         "compact_grad": (f, f.clone(), i),
         "row_sketch": (f, f.clone(), None, 4, 9),
     }

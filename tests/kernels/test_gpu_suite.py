@@ -9,7 +9,15 @@ import pandas as pd
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ["gather_rows", "scatter_add_rows", "row_norms", "compact_adamw", "compact_grad", "row_sketch"]
+KERNELS = [
+    "gather_rows",
+    "scatter_add_rows",
+    "row_norms",
+    "compact_adamw",
+    "compact_adamw_8bit",
+    "compact_grad",
+    "row_sketch",
+]
 
 
 @pytest.mark.slow
