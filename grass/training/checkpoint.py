@@ -11,24 +11,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from grass.training.states import read_state, write_state
 from grass.training.weights import load_weights, read_weights, write_weights
 
 MANIFEST = "manifest.json"
-STATE = "state.pt"
 TEMPORARY = ".incomplete-"
 
 
 class CheckpointStore:
     """The checkpoints of one run: ``root/step-00000100/`` and so on.
 
-    Each holds the model as ``from_pretrained`` loads it; everything else that a
-    resume needs in ``state.pt``; and a manifest of file sizes, which tells a complete checkpoint from a damaged one.
+    Each holds the model as ``from_pretrained`` loads it (int8 weights as codes, :mod:`grass.int8`); all else that a
+    resume needs, the optimizer's state in shards (:mod:`grass.training.states`); and a manifest of file sizes, which
+    tells a complete checkpoint from a damaged one.
 
     Args:
         root: directory of the checkpoints.
@@ -55,7 +55,7 @@ class CheckpointStore:
         path = self.root / f"step-{step:08d}"
         with atomic_directory(path) as partial:
             write_model(model, partial, weights)
-            torch.save(dict(state), partial / STATE)
+            write_state(state, partial)
             sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
             (partial / MANIFEST).write_text(json.dumps(sizes))
         for old in sorted(self.root.glob("step-*"))[: -self.keep]:
@@ -76,8 +76,7 @@ class CheckpointStore:
             set_model_state_dict(model, {**weights}, options=StateDictOptions(full_state_dict=True))
         else:
             load_weights(model, weights)
-        state: dict[str, Any] = torch.load(path / STATE, map_location="cpu", weights_only=True)
-        return state
+        return read_state(path)
 
 
 def export_model(model: PreTrainedModel, path: Path, weights: dict[str, Tensor] | None = None) -> None:

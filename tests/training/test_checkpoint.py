@@ -28,6 +28,7 @@ def store(tmp_path):
 def test_round_trip(store):
     model, other = llama(0), llama(1)
     state = {"step": 3, "rng": torch.get_rng_state(), "nested": {"lr": [1e-3], "name": "grass", "none": None}}
+    state["optimizer"] = {"state": {0: {"step": 3}, 1: {}}, "param_groups": [{"lr": 0.1}]}
     path = store.save(3, model, state)
     assert store.latest() == path
     loaded = store.load(path, other)
@@ -56,11 +57,14 @@ def test_nothing_to_load(store):
     assert store.latest() is None
 
 
-@pytest.mark.parametrize("file", ["state.pt", "model.safetensors", "config.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "file", ["state.pt", "optimizer-00001.pt", "model.safetensors", "config.json", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_damaged_checkpoints_are_ignored(store, file, damage):
-    good = store.save(1, llama(), {"step": 1})
-    bad = store.save(2, llama(), {"step": 2}) / file
+    state = {"step": 1, "optimizer": {"state": {0: {"step": 3}}}}
+    good = store.save(1, llama(), state)
+    bad = store.save(2, llama(), state) / file
     if damage == "missing":
         bad.unlink()
     else:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grass.training.states import read_state
 from tests.training.runs import finish, logged_steps, start, wait_until
 
 STEPS = 16
@@ -37,7 +38,7 @@ def alone(request, tmp_path_factory):
 
 def left_behind(out):
     """Weights, optimizer state and logged losses at the end of a run."""
-    state = torch.load(out / "checkpoints" / f"step-{STEPS:08d}" / "state.pt", weights_only=True)
+    state = read_state(out / "checkpoints" / f"step-{STEPS:08d}")
     rows = [line.split(",")[:6] for line in (out / "metrics.csv").read_text().splitlines()]
     return load_file(out / "model" / "model.safetensors"), state["optimizer"]["state"], rows
 
