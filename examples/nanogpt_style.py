@@ -8,13 +8,12 @@ import math
 import os
 
 import torch
-from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import grass
 from grass.training.corpus import split_by_file, standard_library
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--iters", type=int, default=300)
 parser.add_argument("--checkpoint", default="nanogpt.pt")
 args = parser.parse_args()
@@ -28,31 +27,25 @@ training, held_out = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for t
 def loss_of(text: torch.Tensor, index: int) -> torch.Tensor:
     starts = torch.randint(len(text) - context, (batch, 1), generator=torch.Generator().manual_seed(index))
     tokens = text[starts + torch.arange(context + 1)].long().to(device)
-    return F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def learning_rate(iteration: int) -> float:
-    progress = min(1.0, max(0.0, (iteration - warmup) / (decay_iters - warmup)))
-    cosine = floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
-    return cosine * min(1.0, (iteration + 1) / warmup)
+    return model(tokens, labels=tokens).loss  # shifted by one inside
 
 
 torch.manual_seed(1337)
-sizes = {"vocab_size": 256, "n_positions": context, "n_embd": 128, "n_layer": 4, "n_head": 4}
+sizes = {"vocab_size": 256, "n_positions": context + 1, "n_embd": 128, "n_layer": 4, "n_head": 4}
 plain = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
 model = GPT2LMHeadModel(GPT2Config(**sizes, **plain)).to(device)
 grass.compact(model, rank=0.25)  # the first: a quarter of each matrix trains at a time
 optimizer = grass.GrassAdamW(model, update_interval=10, selection="multinomial_norm", state_policy="bank")  # the second
-start = 0
-if os.path.exists(args.checkpoint):
-    saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True) if os.path.exists(args.checkpoint) else {}
+if saved:
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    start = saved["iterations"]
 
-for iteration in range(start, args.iters):
+for iteration in range(saved.get("iterations", 0), args.iters):
+    progress = min(1.0, max(0.0, (iteration - warmup) / (decay_iters - warmup)))
+    cosine = floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(iteration)
+        group["lr"] = cosine * min(1.0, (iteration + 1) / warmup)
     for micro in range(accumulation):
         loss = loss_of(training, iteration * accumulation + micro)
         (loss / accumulation).backward()
@@ -63,6 +56,5 @@ for iteration in range(start, args.iters):
         with torch.no_grad():
             evaluation = sum(loss_of(held_out, index).item() for index in range(8)) / 8
         print(f"{iteration + 1}: training loss {loss.item():.4f}, held out {evaluation:.4f}")
-torch.save(
-    {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iterations": args.iters}, args.checkpoint
-)
+state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iterations": args.iters}
+torch.save(state, args.checkpoint)

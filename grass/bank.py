@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from grass.moments import Moments, State, held, keep, put, source_rows
+from grass.moments import HOST_KEYS, Moments, State, held, keep, put, source_rows
 from grass.projector import Projector
 from grass.ranks import Ranks
 
@@ -69,6 +69,12 @@ class Share:
         return rows // self.chunk
 
 
+def to_host(state: State) -> None:
+    """Bring a bank back: resuming, Lightning moves all of an optimizer's state to the device, after it was loaded."""
+    for key in HOST_KEYS & state.keys():
+        state[key] = state[key].cpu()
+
+
 @dataclass
 class Swap:
     """A refresh of one weight ``(m, n)`` with its bank: :meth:`leave`, then :meth:`withdraw`, then :meth:`enter`.
@@ -97,6 +103,7 @@ class Swap:
 
     def __post_init__(self) -> None:
         self.opens = "bank_steps" not in self.state
+        to_host(self.state)
         if self.opens:
             self._open()
         elif (found := self.state["bank_steps"].numel()) != self.share.rows:

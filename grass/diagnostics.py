@@ -6,7 +6,7 @@ before the latest refresh, and ``G_i`` the rows of its gradient:
 ========  ==========================================================  ==============================================
 turnover  ``|sigma \ sigma'| / |sigma|``                              0 before the second selection
 energy    ``sum_{i in sigma} ||G_i||^2 / sum_i ||G_i||^2``            its maximum is what ``top_r`` takes
-coverage  ``|union of all selections so far| / m``                    since the :class:`SelectionHistory` was made
+coverage  ``|union of all selections so far| / m``                    since the first :class:`SelectionHistory`
 ========  ==========================================================  ==============================================
 
 A row drawn twice counts once. Which gradient ``energy`` speaks of depends on the mode. Dense mode has all of it: it is
@@ -202,6 +202,31 @@ class SelectionHistory:
             mask[start:, indices] = True
         return mask
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a history needs to go on in a resumed run, as JSON takes it; records and masks stay behind."""
+        layers = {
+            str(position): {
+                "name": t.name,
+                "refreshes": t.refreshes,
+                "turnover": t.turnover,
+                "energy": t.energy,
+                "rows": len(t.ever),
+                "selected": _to_hex(t.selected),
+                "ever": _to_hex(t.ever),
+            }
+            for position, t in self._tracked.items()
+        }
+        return {"step": self.step, "layers": layers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, before the first step; the optimizer is loaded on its own."""
+        self.step = state["step"]
+        for position, saved in state["layers"].items():
+            selected, ever = (_from_hex(saved[key], saved["rows"]) for key in ("selected", "ever"))
+            tracked = _Tracked(saved["name"], selected, ever, saved["refreshes"], saved["turnover"], saved["energy"])
+            tracked.selections = [(self.step, selected.nonzero()[:, 0].to(torch.int32).numpy())]
+            self._tracked[int(position)] = tracked
+
     def close(self) -> None:
         """Stop following; what was recorded stays."""
         for hook in self._hooks:
@@ -251,6 +276,15 @@ class SelectionHistory:
 
 def _selects(p: Tensor, group: dict[str, Any], layers: dict[int, CompactLayer]) -> bool:
     return id(p) in layers or ("rank" in group and is_projected(p, group))
+
+
+def _to_hex(mask: Tensor) -> str:
+    return np.packbits(mask.numpy()).tobytes().hex()
+
+
+def _from_hex(text: str, rows: int) -> Tensor:
+    bits = np.unpackbits(np.frombuffer(bytes.fromhex(text), dtype=np.uint8), count=rows)
+    return torch.from_numpy(bits.astype(np.bool_))
 
 
 def _dense_norms(item: _Selected) -> Tensor:

@@ -226,6 +226,11 @@ class CompactLayer(nn.Module):
         self.signs = signs
         self.sketch = torch.zeros(self.shape[self.dim], width, device=self.weight.device, requires_grad=True)
 
+    def clear_sketch(self) -> None:
+        """Drop what has been gathered, as gradients are dropped."""
+        if self.sketch is not None:
+            self.sketch.grad = None
+
     def end_sketch(self) -> Tensor:
         """Stop gathering; returns the sketched rows, zero where no backward has run."""
         sketch, self.sketch, self.signs = self.sketch, None, None

@@ -197,6 +197,14 @@ class GrassAdamW(Optimizer):
         ranks.verify_selection(chosen)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, and with them the sketches of active rows, which a step that was given up leaves behind."""
+        super().zero_grad(set_to_none)
+        layers = layers_by_parameter()
+        for p in self._parameters():
+            if id(p) in layers:
+                layers[id(p)].clear_sketch()
+
     def verify_settings(self) -> None:
         """Compare with the other ranks what decides the selection, once; ``step`` does before the first one.
 

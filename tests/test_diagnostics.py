@@ -1,5 +1,6 @@
 """Selection history against what a plain loop can work out for itself."""
 
+import json
 import math
 
 import numpy as np
@@ -226,6 +227,29 @@ def test_a_resumed_run_is_followed():
     resumed.load_state_dict(optimizer.state_dict())
     step(resumed_model, resumed, batches(6)[-1])
     assert history.record()["coverage"] == pytest.approx(np.mean([3 / 12, 3 / 20, 3 / 16]))
+
+
+@pytest.mark.parametrize("make", [dense, converted], ids=["dense", "compact"])
+def test_a_history_goes_on_in_a_resumed_run(make):
+    """Through JSON: records, and the mask from there on, are those of a history that was never interrupted."""
+    data = batches(9)
+    model, optimizer = make(selection="multinomial_norm", update_interval=2)
+    whole = SelectionHistory(optimizer)
+    for batch in data[:5]:
+        step(model, optimizer, batch)
+    whole.record()
+    resumed_model, resumed = make(selection="multinomial_norm", update_interval=2)
+    resumed_model.load_state_dict(model.state_dict())
+    resumed.load_state_dict(through_file(optimizer.state_dict()))
+    history = SelectionHistory(resumed)
+    history.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    for batch in data[5:]:
+        for each, its in ((model, optimizer), (resumed_model, resumed)):
+            its.zero_grad()
+            step(each, its, batch)
+        assert history.record() == pytest.approx(whole.record(), nan_ok=True)
+    for layer in whole.layers():
+        assert (history.mask(layer)[5:] == whole.mask(layer)[5:]).all()
 
 
 def test_misuse():

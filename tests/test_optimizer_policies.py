@@ -7,10 +7,13 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
 from grass import GrassAdamW
+from grass.bank import to_host
 from grass.memory import state_bytes
+from grass.moments import HOST_KEYS
 
 ROWS, COLUMNS = 6, 8
 HYPER = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, dim=0)
@@ -86,6 +89,17 @@ def test_bank_is_on_the_host_and_full_size() -> None:
         assert state[key].shape == (ROWS, COLUMNS)
         assert state[key].device.type == "cpu"
     assert state["bank_steps"].shape == (ROWS,)
+
+
+def test_a_bank_brought_to_the_device_returns() -> None:
+    """As Lightning does with all state when it resumes; by fake tensors, which need no such device."""
+    weight, optimizer = make("bank")
+    state = step(optimizer, weight, gradient(1, 4))
+    with FakeTensorMode():
+        moved = {key: torch.empty(2, device="cuda") for key in ("exp_avg", *HOST_KEYS)}
+        assert {t.device.type for t in moved.values()} == {"cuda"}
+        to_host(moved)
+        assert {key for key, t in moved.items() if t.device.type == "cpu"} == HOST_KEYS <= state.keys()
 
 
 def test_bf16_bank_rounds_once() -> None:

@@ -17,8 +17,11 @@ for DDP or FSDP2 or compiles it: the moment to convert.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Iterable
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -38,6 +41,10 @@ from grass.optimizer import GrassAdamW
 
 CONVERSION = ("dim", "dtype", "calibration")
 """Keywords of the factory that go to :func:`grass.compact` in compact mode; the others are the optimizer's."""
+
+
+HISTORY = "GrassSelectionHistory"
+"""Where in Trainer's saved state the history of selections is."""
 
 
 class GrassFactory:
@@ -69,9 +76,11 @@ class GrassFactory:
                 ``calibration`` of :func:`grass.compact`. For its ``weights="int8"`` convert before Trainer is made.
 
         Raises:
+            TypeError: a keyword is none of these.
             ValueError: a value is out of range, nothing matches, or ``mode`` and ``rank`` do not fit the model.
             RuntimeError: DDP or FSDP has wrapped the model: it is too late to convert it.
         """
+        check_keywords(keywords)
         if keywords.pop("weights", None) is not None:
             raise ValueError(
                 "Trainer loads a checkpoint before it calls this factory, into a model without a place for int8 codes: "
@@ -95,7 +104,7 @@ class GrassCallback(TrainerCallback):
     """Logs what Grass does whenever Trainer logs its loss, and refuses to train what Grass would not reach.
 
     It logs through ``Trainer.log``, and so to ``log_history`` and every reporter: ``grass_turnover``, ``grass_energy``
-    and ``grass_coverage`` (:class:`grass.diagnostics.SelectionHistory`; a resumed run counts afresh),
+    and ``grass_coverage`` (:class:`grass.diagnostics.SelectionHistory`; a resumed run counts on),
     ``grass_state_device_bytes`` and ``grass_state_host_bytes`` (:func:`grass.memory.state_bytes`), and
     ``grass_active_parameters``, how many elements the optimizer trains at this time.
 
@@ -119,6 +128,8 @@ class GrassCallback(TrainerCallback):
         _forget_sketches(kw["model"])
         self._close()
         self.history, self.measures = SelectionHistory(optimizer, keep=False), {}
+        if HISTORY in state.stateful_callbacks:
+            self.history.load_state_dict(state.stateful_callbacks[HISTORY])
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
@@ -127,6 +138,15 @@ class GrassCallback(TrainerCallback):
         unlogged = args.logging_strategy == "steps" and (state.global_step + 1) % state.logging_steps
         if self.history is not None and (state.global_step == 0 or not unlogged):
             self.measures = self.history.record()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Put the history into the state that Trainer is about to save."""
+        if control.should_save and self.history is not None:
+            state.stateful_callbacks[HISTORY] = self.history.state_dict()
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Likewise, where checkpoints are made at the end of epochs."""
+        self.on_step_end(args, state, control)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Log in turn, if these are logs of training."""
@@ -163,10 +183,12 @@ class GrassTrainerMixin:
         trainer = GrassSFTTrainer(model, ..., grass={"rank": 0.25, "state_policy": "keep"})
 
     Raises:
+        TypeError: ``grass`` has another key than the factory's keywords.
         ValueError: another optimizer is given too.
     """
 
     def __init__(self, *arguments: Any, grass: dict[str, Any], **keywords: Any) -> None:
+        check_keywords(grass)
         super().__init__(*arguments, **keywords)
         trainer: Any = self
         if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
@@ -177,6 +199,23 @@ class GrassTrainerMixin:
 
 class GrassTrainer(GrassTrainerMixin, Trainer):
     """``transformers.Trainer`` with Grass: ``GrassTrainer(model, args, ..., grass={"rank": 0.25})``."""
+
+
+def check_keywords(given: Iterable[str]) -> None:
+    """Refuse what :class:`GrassFactory` has no use for.
+
+    Raises:
+        TypeError: naming the keyword, one like it, and all there are.
+    """
+    own, optimizer = signature(GrassFactory.__call__).parameters, signature(GrassAdamW).parameters
+    allowed = {*own, *optimizer, *CONVERSION, "weights"} - {"self", "model", "params", "keywords"}
+    for name in given:
+        if name not in allowed:
+            close = difflib.get_close_matches(name, allowed, n=1)
+            raise TypeError(
+                f"Grass has no option {name!r}{f', did you mean {close[0]!r}?' if close else ''}: must be one of "
+                f"{', '.join(sorted(allowed))}"
+            )
 
 
 def _from_arguments(args: TrainingArguments | None) -> dict[str, Any]:
@@ -243,10 +282,12 @@ def _check_conversion(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _forget_sketches(model: nn.Module) -> None:
-    """Trainer zeroes gradients as it begins; a run that ``auto_find_batch_size`` aborted may have left sketches too."""
+    """Trainer zeroes the model's gradients, not the optimizer's; a run that ``auto_find_batch_size`` aborted may have
+    left sketches too.
+    """
     for module in model.modules():
-        if isinstance(module, CompactLayer) and module.sketch is not None:
-            module.sketch.grad = None
+        if isinstance(module, CompactLayer):
+            module.clear_sketch()
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

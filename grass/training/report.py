@@ -37,7 +37,12 @@ def read_run(path: Path) -> pd.DataFrame:
     file = path / "metrics.csv" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"No log at {file}")
-    log = pd.read_csv(file)
+    try:
+        log = pd.read_csv(file)
+    except pd.errors.EmptyDataError:
+        raise ValueError(f"{file} is empty: the run has logged nothing yet") from None
+    except pd.errors.ParserError as error:
+        raise ValueError(f"{file} is no CSV: {error}") from error
     if "step" not in log or log.empty:
         raise ValueError(f"{file} has no column 'step' or no row; columns: {', '.join(log.columns)}")
     return log.set_index("step")

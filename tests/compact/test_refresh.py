@@ -198,3 +198,18 @@ def test_sketch_no_smaller_than_the_gradient_is_exact() -> None:
         "mix": True,  # 16
         "down": True,  # 8
     }
+
+
+@pytest.mark.parametrize("refresh", REFRESH)
+def test_a_step_given_up_leaves_nothing_in_the_sketch(refresh: str) -> None:
+    """A backward whose gradients ``zero_grad`` drops, as after running out of memory, has no part in the selection."""
+    data, selected = batches(3), []
+    for given_up in (False, True):
+        model, optimizer = converted(update_interval=2, refresh=refresh)
+        train(model, optimizer, data[:1])
+        if given_up:
+            loss_of(model, (1e3 * data[2][0], data[2][1])).backward()
+            optimizer.zero_grad()
+        train(model, optimizer, data[1:2])
+        selected.append([layer.selected for layer in compact_layers(model).values()])
+    assert all(torch.equal(*pair) for pair in zip(*selected, strict=True))

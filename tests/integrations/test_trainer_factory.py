@@ -213,3 +213,15 @@ def test_mixin_factory_and_plain_loop_are_one(tiny_llama: Build, tmp_path: Path,
     for name, value in runs[0].items():
         assert torch.equal(value, runs[1][name]), name
         torch.testing.assert_close(value, runs[2][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("build", ["trainer", "factory"])
+def test_options_misspelt(tiny_llama: Build, tmp_path: Path, build: str) -> None:
+    model = tiny_llama()
+    make = {
+        "trainer": lambda: GrassTrainer(model, arguments(tmp_path), grass={"rnk": 3}),
+        "factory": lambda: GrassFactory()(model, rnk=3),
+    }
+    with pytest.raises(TypeError, match=r"no option 'rnk', did you mean 'rank'\?: must be one of args, .*selection"):
+        make[build]()
+    assert not any(isinstance(module, CompactLayer) for module in model.modules())

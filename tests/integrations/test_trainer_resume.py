@@ -56,6 +56,9 @@ def test_resume(tiny_llama: Build, tmp_path: Path, mode: str, features: dict[str
     history = [logged(each, "loss", "grad_norm", "learning_rate", "step") for each in (whole, resumed)]
     assert_same(*history)
     assert len(history[0]) == 6
+    grass_logs = [logged(each, "grass_coverage", "grass_turnover", "step") for each in (whole, resumed)]
+    assert len(grass_logs[0]) == 6
+    assert_same(grass_logs[1][-3:], grass_logs[0][-3:])
     compact = any(isinstance(module, CompactLayer) for module in resumed.model.modules())
     assert compact == (mode == "compact")
 

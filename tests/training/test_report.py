@@ -78,6 +78,8 @@ def test_image_of_one_csv(runs, tmp_path):
         (["nowhere"], "No log at nowhere"),
         (["--out", "x.pdf"], "Invalid --out x.pdf: must end in .html or .png"),
         (["--smooth", "0"], "Invalid --smooth 0.0: must be >= 1"),
+        (["empty.csv"], "is empty: the run has logged nothing yet"),
+        (["header.csv"], "has no column 'step' or no row; columns: step, loss"),
         (["no-steps.csv"], "has no column 'step' or no row; columns: loss"),
         (["one-row.csv"], "Nothing to plot: no column of one-row.csv has two numbers"),
     ],
@@ -87,6 +89,8 @@ def test_misuse(runs, tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
     Path("no-steps.csv").write_text("loss\n1\n")
     Path("one-row.csv").write_text("step,loss\n1,2\n")
+    Path("empty.csv").touch()
+    Path("header.csv").write_text("step,loss\n")
     given = flags if not flags[0].startswith("--") else [str(runs[0]), *flags]
     with pytest.raises(SystemExit) as exit_:
         main(given)
