@@ -201,9 +201,9 @@ class GrassAdamW(Optimizer):
         """Reset gradients, and with them the sketches of active rows, which a step that was given up leaves behind."""
         super().zero_grad(set_to_none)
         layers = layers_by_parameter()
-        for p in self._parameters():
-            if id(p) in layers:
-                layers[id(p)].clear_sketch()
+        for group in self.param_groups:
+            for layer in (layers[id(p)] for p in group["params"] if id(p) in layers):
+                layer.clear_sketch()
 
     def verify_settings(self) -> None:
         """Compare with the other ranks what decides the selection, once; ``step`` does before the first one.

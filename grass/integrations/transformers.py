@@ -22,7 +22,7 @@ import math
 import re
 from collections.abc import Iterable
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -128,8 +128,8 @@ class GrassCallback(TrainerCallback):
         _forget_sketches(kw["model"])
         self._close()
         self.history, self.measures = SelectionHistory(optimizer, keep=False), {}
-        if HISTORY in state.stateful_callbacks:
-            self.history.load_state_dict(state.stateful_callbacks[HISTORY])
+        if HISTORY in _saved_with(state):
+            self.history.load_state_dict(_saved_with(state)[HISTORY])
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
@@ -142,7 +142,7 @@ class GrassCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Put the history into the state that Trainer is about to save."""
         if control.should_save and self.history is not None:
-            state.stateful_callbacks[HISTORY] = self.history.state_dict()
+            _saved_with(state)[HISTORY] = self.history.state_dict()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Likewise, where checkpoints are made at the end of epochs."""
@@ -288,6 +288,12 @@ def _forget_sketches(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, CompactLayer):
             module.clear_sketch()
+
+
+def _saved_with(state: TrainerState) -> dict[str, Any]:
+    """What Trainer saves for callbacks as part of its state, by name; it is annotated as a list."""
+    saved: Any = state.stateful_callbacks
+    return cast(dict[str, Any], saved)
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
