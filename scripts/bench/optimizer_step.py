@@ -5,9 +5,9 @@
 
 All contestants step the same attention and MLP weights with the same gradients, in turn, ``--repeats`` times; the table
 gives medians. A step that refreshes (new rows, new projection) is timed apart and spread over ``--interval`` steps.
-``moved`` is what one ordinary step has to read and write: gradient, weight and both moments of the trained rows in,
-weight and moments out. ``floor`` is the time that takes at the bytes per second that fused AdamW, a pure stream,
-reaches in the same run.
+``uncompiled`` is Grass where there is no C++ compiler. ``moved`` is what one ordinary step has to read and write:
+gradient, weight and both moments of the trained rows in, weight and moments out. ``floor`` is the time that takes at
+the bytes per second that fused AdamW, a pure stream, reaches in the same run.
 """
 
 from __future__ import annotations
@@ -74,21 +74,22 @@ def contestants(shapes: list[tuple[int, int]], fraction: float, only: list[str])
 
     yield Contestant("adamw fused", torch.optim.AdamW(params(), fused=True), 1.0)
     variants = {
-        "grass dim=0 fused": {"dim": 0, "fused": True},
         "grass dim=0": {"dim": 0},
-        "grass dim=0 bank fused": {"dim": 0, "fused": True, "state_policy": "bank"},
-        "grass dim=auto fused": {"dim": "auto", "fused": True},
-        "grass dim=1 fused": {"dim": 1, "fused": True},
+        "grass dim=0 bank": {"dim": 0, "state_policy": "bank"},
+        "grass dim=auto": {"dim": "auto"},
         "grass dim=1": {"dim": 1},
+        "grass dim=0 uncompiled": {"dim": 0, "fused": False},
+        "grass dim=0 bank uncompiled": {"dim": 0, "fused": False, "state_policy": "bank"},
+        "grass dim=1 uncompiled": {"dim": 1, "fused": False},
     }
     for name, options in variants.items():
         if wanted(name):
             optimizer = GrassAdamW(params(), rank=fraction, update_interval=NEVER, **options)
             yield Contestant(name, optimizer, fraction, lambda o=optimizer: grass_refresh(o))
-    for dim in (0, 1):
-        if wanted(name := f"grass compact dim={dim} fused"):
+    for name, dim, fused in (("dim=0", 0, None), ("dim=1", 1, None), ("dim=1 uncompiled", 1, False)):
+        if wanted(name := f"grass compact {name}"):
             model = nn.ModuleList([nn.Linear(n, m, bias=False) for m, n in shapes])
-            yield Contestant(name, compact_optimizer(model, fraction, dim), fraction, model=model)
+            yield Contestant(name, compact_optimizer(model, fraction, dim, fused), fraction, model=model)
     rank = int(min(shapes[0]) * fraction)
     if wanted("galore"):
         from galore_torch import GaLoreAdamW
@@ -103,10 +104,10 @@ def contestants(shapes: list[tuple[int, int]], fraction: float, only: list[str])
         yield Contestant("apollo", peer := APOLLOAdamW([group]), 1.0, peer.step)
 
 
-def compact_optimizer(model: nn.Module, fraction: float, dim: int) -> GrassAdamW:
+def compact_optimizer(model: nn.Module, fraction: float, dim: int, fused: bool | None) -> GrassAdamW:
     """Grass over converted layers, whose step includes the write-back; their refresh is measured by train_step.py."""
     compact(model, rank=fraction, dim=dim)
-    optimizer = GrassAdamW(model, update_interval=NEVER, fused=True)
+    optimizer = GrassAdamW(model, update_interval=NEVER, fused=fused)
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.randn_like(p) * 1e-3
