@@ -36,7 +36,8 @@ def problem(shape, r, dim, dtype=torch.float32, layout="rows", row_dtype=None):
 
 CASES = [
     *itertools.product([(1, 1), (7, 13), (37, 131), (5, 700)], [torch.float32], ["rows"], [None, torch.float32]),
-    *itertools.product([(19, 41), (700, 3)], DTYPES, LAYOUTS, [None, torch.float32]),
+    *itertools.product([(19, 41)], DTYPES, LAYOUTS, [None, torch.float32]),
+    *itertools.product([(700, 3)], [torch.bfloat16], ["rows", "columns"], [None]),
 ]
 
 
@@ -44,7 +45,7 @@ CASES = [
 @pytest.mark.parametrize(("shape", "dtype", "layout", "row_dtype"), CASES, ids=str)
 def test_equals_the_step_of_decoded_moments(shape, dtype, layout, row_dtype, dim, run) -> None:
     """Weights to float32's last bits; moments to the code above or below, as the twin draws it but for those bits."""
-    r = shape[dim] if shape[dim] < 8 else shape[dim] // 3
+    r = {5: 1, 41: 41}.get(shape[dim], shape[dim] if shape[dim] < 8 else shape[dim] // 3)
     weight, indices, grad, codes, ages, rows = problem(shape, r, dim, dtype, layout, row_dtype)
     full = rows is None
     g, steps = (grad, ages) if full else (grad.index_select(dim, indices), 17)

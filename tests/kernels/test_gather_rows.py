@@ -10,7 +10,9 @@ from .conftest import DEVICE, DTYPES, LAYOUTS, assert_close, far_apart, laid_out
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "r"), [((1, 1), 1), ((7, 13), 7), ((37, 131), 5), ((67, 1031), 11)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "r"), [((1, 1), 1), ((19, 23), 1), ((7, 13), 7), ((37, 131), 5), ((67, 1031), 11)], ids=str
+)
 @pytest.mark.parametrize("gather", [gather_rows, gather_cols])
 def test_equals_twin(gather, shape, r, dtype, layout, run) -> None:
     x = laid_out(torch.randn(shape).to(dtype), layout)

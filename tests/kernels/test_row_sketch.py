@@ -5,7 +5,7 @@ import torch
 
 from grass.kernels import make_key, random_signs, row_sketch
 
-from .conftest import DEVICE, DTYPES, LAYOUTS, laid_out
+from .conftest import DEVICE, DTYPES, LAYOUTS, far_apart, laid_out
 
 # relative to the norm of the sketch: the projected operand is rounded to half precision, float32 for float16
 NORM_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-6}
@@ -26,6 +26,14 @@ def test_equals_sketch_of_the_full_gradient(shape, dtype, layout, given, run) ->
         ours = run(implementation, row_sketch, kept, mixed, **chosen)
         assert ours.dtype == torch.float32
         assert (ours.double() - expected).norm() <= NORM_TOLERANCE[dtype] * expected.norm().clamp(min=1)
+
+
+def test_offsets_past_int32(run) -> None:
+    kept, mixed = far_apart(3, 17, torch.float32), far_apart(3, 19, torch.float32)
+    for operand in (kept, mixed):
+        operand.copy_(torch.randn(operand.shape))
+    expected = kept.clone().t() @ mixed.clone() @ random_signs(19, 4, 5, DEVICE)
+    torch.testing.assert_close(run("triton", row_sketch, kept, mixed, size=4, key=5), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_norms_of_the_gradient_in_the_mean() -> None:

@@ -10,7 +10,9 @@ from .conftest import DEVICE, DTYPES, LAYOUTS, assert_close, far_apart, laid_out
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "r"), [((1, 1), 3), ((7, 13), 7), ((37, 131), 90), ((5, 1031), 11)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "r"), [((1, 1), 3), ((19, 23), 1), ((7, 13), 7), ((37, 131), 90), ((5, 1031), 11)], ids=str
+)
 @pytest.mark.parametrize("scatter", [scatter_add_rows, scatter_add_cols])
 def test_duplicates_add_up(scatter, shape, r, dtype, layout, run) -> None:
     dim = int(scatter is scatter_add_cols)
