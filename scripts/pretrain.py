@@ -33,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from transformers import PretrainedConfig, PreTrainedModel
 
 from grass.int8 import plain_state_dict
 from grass.training.checkpoint import CheckpointStore, export_model
@@ -65,16 +67,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, processes: Pr
         checkpoints = checkpoint_store(args, optimizer_config)
         data = load_data(data_config)
         config = llama_config(args.model, vocab_size=data.vocab_size, max_seq_len=args.seq_len)
-        dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-        placed = {"dtype": dtype, "device": processes.device}
-        saved_memory = {"checkpointing": args.checkpointing, "chunk_tokens": args.chunked_loss}
-        layerwise = partial(convert, config=optimizer_config) if args.weights else None
-        model = build_llama(config, seed=args.seed, convert=layerwise, **placed, **saved_memory)
-        if args.fsdp:
-            if args.compact:
-                convert(model, config=optimizer_config)
-            shard_blocks(model)
-        optimizer = build_optimizer(model, optimizer_config)
+        model, optimizer = build(args, config, optimizer_config, processes.device)
         settings = {name: value for name, value in vars(args).items() if name not in CHANGEABLE}
         trainer = Trainer(model, optimizer, data, train_config, checkpoints, settings, processes)
         if args.resume and trainer.resume() and processes.is_main:
@@ -86,6 +79,26 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, processes: Pr
         report(result, trainer, args)
         if trainer.step == args.steps:
             export_model(model, args.out / "model", weights or plain_state_dict(model))
+
+
+def build(
+    args: argparse.Namespace, config: PretrainedConfig, optimizer: OptimizerConfig, device: torch.device
+) -> tuple[PreTrainedModel, Optimizer]:
+    """The model on its device, sharded if that is asked for, and its optimizer."""
+    model = build_llama(
+        config,
+        seed=args.seed,
+        dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32,
+        device=device,
+        checkpointing=args.checkpointing,
+        chunk_tokens=args.chunked_loss,
+        convert=partial(convert, config=optimizer) if args.weights else None,
+    )
+    if args.fsdp:
+        if args.compact:
+            convert(model, config=optimizer)
+        shard_blocks(model)
+    return model, build_optimizer(model, optimizer)
 
 
 def report(result: Result, trainer: Trainer, args: argparse.Namespace) -> None:

@@ -28,6 +28,9 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("Grass int8", {"moments": "8bit", "policy": "keep"}, False),
     ("Grass int8", {"moments": "8bit", "policy": "keep"}, True),
     ("AdamW", {}, False),
+    ("8-bit AdamW", {}, False),
+    ("LoRA", {}, False),
+    ("GaLore", {}, False),
 ]
 """Method, what differs from checkpointed layers and a chunked loss, and whether the step gathers a sketch."""
 
@@ -61,18 +64,18 @@ def row(size: str, method: str, setting: Setting, refresh: bool) -> dict[str, ob
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["60m", "350m", "1b", "7b", "13b"], choices=list(LLAMA_SHAPES))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--rank", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--csv", type=Path, default=Path("runs/memory.csv"))
     args = parser.parse_args()
     setting = Setting(rank=args.rank, seq_len=args.seq_len)
-    rows = [
-        row(size, method, replace(setting, **changes), refresh)
-        for size in args.models
-        for method, changes, refresh in CASES
-    ]
     args.csv.parent.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows).to_csv(args.csv, index=False, float_format="%.6g")
+    rows = []
+    for size in args.models:
+        for method, changes, refresh in (case for case in CASES if case[0] in args.methods):
+            rows.append(row(size, method, replace(setting, **changes), refresh))
+            pd.DataFrame(rows).to_csv(args.csv, index=False, float_format="%.6g")
     print(f"written to {args.csv}")
 
 

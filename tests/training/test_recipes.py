@@ -8,10 +8,13 @@ import subprocess
 import pandas as pd
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 from grass.memory import Architecture, Setting, parse_bytes, plan
+from grass.training.flags import from_flags
 from grass.training.models import llama_config
+from grass.training.optimizers import OptimizerConfig
 from tests.training.runs import PRETRAIN
 
 RECIPES = sorted((PRETRAIN.parent / "recipes").glob("pretrain_*.sh"))
@@ -28,12 +31,9 @@ def flags(recipe, *arguments):
     return rest
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_fits_the_gpu_of_its_name(recipe):
-    args = pretrain["argument_parser"]().parse_args(flags(recipe))
-    size, memory = re.fullmatch(r"pretrain_llama_(\d+b)_(\d+gb)", recipe.stem).groups()
-    assert (args.model, args.dataset, args.dtype, args.compact) == (size, "allenai/c4", "bf16", True)
-    model = Architecture.from_config(llama_config(size, vocab_size=T5_VOCABULARY, max_seq_len=args.seq_len))
+def planned(args):
+    """The plan for a recipe's arguments."""
+    config = llama_config(args.model, vocab_size=T5_VOCABULARY, max_seq_len=args.seq_len)
     setting = Setting(
         rank=args.rank,
         dim=args.dim,
@@ -45,8 +45,31 @@ def test_fits_the_gpu_of_its_name(recipe):
         checkpointing=args.checkpointing,
         chunk_tokens=args.chunked_loss,
     )
-    method = "Grass int8" if args.weights else "Grass"
-    assert plan(method, model, setting).total <= parse_bytes(memory.upper())
+    return plan("Grass int8" if args.weights else "Grass", Architecture.from_config(config), setting), config
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_fits_the_gpu_of_its_name(recipe):
+    args = pretrain["argument_parser"]().parse_args(flags(recipe))
+    size, memory = re.fullmatch(r"pretrain_llama_(\d+b)_(\d+gb)", recipe.stem).groups()
+    assert (args.model, args.dataset, args.dtype, args.compact) == (size, "allenai/c4", "bf16", True)
+    assert (args.checkpointing, args.seq_len) == (True, 2048)
+    assert planned(args)[0].total <= parse_bytes(memory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_builds_at_full_size(recipe):
+    """Model and optimizer of the recipe's own command line, on tensors without contents: what the planner counts."""
+    args = pretrain["argument_parser"]().parse_args(flags(recipe))
+    plan, config = planned(args)
+    options = from_flags(OptimizerConfig, args, name=args.optimizer)
+    with FakeTensorMode():
+        model, optimizer = pretrain["build"](args, config, options, torch.device("cpu"))
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert held == pytest.approx(plan.weights + plan.active_rows, abs=10_000)
+    trained = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+    assert trained == plan.gradients
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
