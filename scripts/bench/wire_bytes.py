@@ -70,12 +70,13 @@ def count(process: int, args: argparse.Namespace, folder: str) -> None:
 def traffic(args: argparse.Namespace, build: Build, rank: float) -> tuple[int, int]:
     """Bytes of an ordinary step and of one that refreshes: the least and the most over a cycle."""
     ddp, optimizer = build(model(args), rank, False)
+    for _ in range(CYCLE):  # in which settings are compared and DDP rebuilds its buckets
+        train(ddp, optimizer)
     counted = []
-    for step in range(3 * CYCLE):
+    for _ in range(CYCLE):
         with recorded_traffic() as counts:
             train(ddp, optimizer)
-        if step >= CYCLE:
-            counted.append(sum(counts.values()))
+        counted.append(sum(counts.values()))
     return min(counted), max(counted)
 
 
