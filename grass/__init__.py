@@ -5,6 +5,7 @@ from grass.attach import Attachment, attach
 from grass.compact import calibrate, compact, expand
 from grass.functional import compact_adamw
 from grass.groups import matched_modules, param_groups
+from grass.hyperparameters import PAPER
 from grass.optimizer import GrassAdamW
 from grass.projector import Projector
 from grass.selection import Selection, available_rules, register_rule, sampled, select_rows
@@ -12,6 +13,7 @@ from grass.selection import Selection, available_rules, register_rule, sampled, 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PAPER",
     "Attachment",
     "GrassAdamW",
     "Projector",

@@ -70,6 +70,13 @@ def resolve_rank(rank: int | float, size: int) -> int:
     return max(1, round(rank * size)) if isinstance(rank, float) else rank
 
 
+def has_residual(group: dict[str, Any]) -> bool:
+    """Whether the rows of this group that are not chosen move too: with ``None`` wherever they can."""
+    if group["rank"] is None:
+        return False
+    return not group["replacement"] if group["residual"] is None else bool(group["residual"])
+
+
 def is_projected(tensor: Tensor, group: dict[str, Any]) -> bool:
     """Whether a tensor of this group is projected: the group has a rank and the tensor two or more dimensions."""
     return group["rank"] is not None and tensor.ndim >= 2
@@ -145,7 +152,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "decay": _one_of(("selected", "all")),
     "refresh": _one_of(("sketch", "exact")),
     "sketch_size": (lambda v: _is_int(v) and v >= 1, "an integer >= 1"),
-    "residual": _one_of((False, True)),
+    "residual": _one_of((None, False, True)),
     "bank_dtype": _one_of(("float32", "bfloat16")),
     "shard_bank": _one_of((False, True)),
     "moment_dtype": _one_of(PRECISIONS),
@@ -158,3 +165,12 @@ SHARED_KEYS = (
     *("state_policy", "residual", "bank_dtype", "shard_bank", "moment_dtype", "stochastic_rounding"),
 )
 """What the processes of a distributed run must have alike, or they come apart."""
+
+PAPER = {
+    "selection": "top_r",
+    "update_interval": 200,
+    "dim": "auto",
+    "state_policy": "reset",
+    "residual": False,
+}
+"""Hyperparameters of Muhamed et al. (2024) where :class:`grass.GrassAdamW` has other defaults, which train better."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import grass
-from grass import cpu_kernel
+from grass import PAPER, cpu_kernel
 from grass.projector import Projector
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
@@ -73,7 +73,7 @@ def test_training_agrees_with_torch_operators(mode: str, dim: int, decay: str, p
         else:
             grass.compact(model, **rank, weights=None if mode == "compact" else "int8")
         options = {"update_interval": 3, "selection": "uniform", "state_policy": policy, "decay": decay}
-        optimizer = grass.GrassAdamW(params, lr=1e-2, weight_decay=0.1, fused=fused, **options)
+        optimizer = grass.GrassAdamW(params, lr=1e-2, weight_decay=0.1, fused=fused, **PAPER | options)
         for _ in range(12):
             optimizer.zero_grad()
             model(torch.randn(5, 13)).square().sum().backward()
@@ -105,7 +105,7 @@ def test_declines_what_it_does_not_know(weight: torch.Tensor) -> None:
 def one_step(fused: bool | None) -> torch.Tensor:
     p = torch.nn.Parameter(torch.ones(4, 4))
     p.grad = torch.ones_like(p)
-    grass.GrassAdamW([p], rank=2, dim=0, lr=0.1, fused=fused).step()
+    grass.GrassAdamW([p], rank=2, lr=0.1, fused=fused, **PAPER).step()
     return p.detach()
 
 

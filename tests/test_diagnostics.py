@@ -27,7 +27,7 @@ def gradient_norms(model, batch, dim):
 def dense(dim=0, **options):
     model = Network()
     groups = grass.param_groups(model, rank=3, dim=dim)
-    return model, grass.GrassAdamW(groups, lr=1e-2, **{"update_interval": 4, **options})
+    return model, grass.GrassAdamW(groups, lr=1e-2, **{**grass.PAPER, "update_interval": 4, **options})
 
 
 def step(model, optimizer, batch):

@@ -10,10 +10,10 @@ import torch
 from torch.nn import Parameter
 
 import grass
-from grass import GrassAdamW
+from grass import PAPER, GrassAdamW
 from tests.reference import assert_same_state, gradients_for, run
 
-OPTIONS = dict(lr=1e-2, rank=2, update_interval=3, selection="multinomial_norm", weight_decay=0.1)
+OPTIONS = dict(PAPER, lr=1e-2, rank=2, update_interval=3, selection="multinomial_norm", weight_decay=0.1)
 POLICIES = ["reset", "keep", "bank"]
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer))}
 
@@ -158,9 +158,9 @@ def test_lr_schedulers(scheduler) -> None:
 def test_tensor_lr(policy: str) -> None:
     plain, tensor = parameters(), parameters()
     gradients = gradients_for(plain, 8)
-    run(GrassAdamW(plain, **OPTIONS, state_policy=policy, warmup_after_refresh=2), plain, gradients)
+    run(GrassAdamW(plain, **{**OPTIONS, "state_policy": policy, "warmup_after_refresh": 2}), plain, gradients)
     lr = torch.tensor(OPTIONS["lr"])
-    optimizer = GrassAdamW(tensor, **{**OPTIONS, "lr": lr}, state_policy=policy, warmup_after_refresh=2)
+    optimizer = GrassAdamW(tensor, **{**OPTIONS, "lr": lr, "state_policy": policy, "warmup_after_refresh": 2})
     run(optimizer, tensor, gradients)
     for a, b in zip(plain, tensor, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # lr itself is rounded to fp32
@@ -176,7 +176,7 @@ def test_tensor_lr(policy: str) -> None:
 def test_copies_go_on_alike(through, policy: str) -> None:
     ours = parameters()
     gradients = gradients_for(ours, 12)
-    optimizer = GrassAdamW(ours, **OPTIONS, state_policy=policy, warmup_after_refresh=2)
+    optimizer = GrassAdamW(ours, **{**OPTIONS, "state_policy": policy, "warmup_after_refresh": 2})
     run(optimizer, ours, gradients[:4])
     copied_parameters, copied = through((ours, optimizer))
     assert copied_parameters[0] is not ours[0]

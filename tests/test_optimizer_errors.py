@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from grass import GrassAdamW
+from grass import PAPER, GrassAdamW
 
 # (arguments, what the message must contain: the value and the bound).
 VALUES = {
@@ -65,13 +65,13 @@ def test_bad_types(arguments: dict, message: str) -> None:
 @pytest.mark.parametrize(("arguments", "message"), VALUES.values(), ids=VALUES.keys())
 def test_bad_values(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        GrassAdamW([Parameter(torch.ones(5, 7))], **{"rank": 2, **arguments})
+        GrassAdamW([Parameter(torch.ones(5, 7))], **{**PAPER, "rank": 2, **arguments})
 
 
 @pytest.mark.parametrize(("arguments", "message"), VALUES.values(), ids=VALUES.keys())
 def test_bad_values_in_a_group(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        GrassAdamW([{"params": [Parameter(torch.ones(5, 7))], "rank": 2, **arguments}])
+        GrassAdamW([{"params": [Parameter(torch.ones(5, 7))], **PAPER, "rank": 2, **arguments}])
 
 
 def test_an_added_group_that_fails_leaves_no_trace() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from grass import GrassAdamW
+from grass import PAPER, GrassAdamW
 from grass.memory import state_bytes
 from tests.reference import gradients_for, run
 
@@ -14,7 +14,7 @@ M, N, R = 24, 40, 6
 
 
 def after_steps(parameters: list[Parameter], **options: object) -> GrassAdamW:
-    optimizer = GrassAdamW(parameters, rank=R, update_interval=3, selection="uniform", **options)
+    optimizer = GrassAdamW(parameters, rank=R, **{**PAPER, "update_interval": 3, "selection": "uniform", **options})
     run(optimizer, parameters, gradients_for(parameters, 7))
     return optimizer
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from grass import GrassAdamW
+from grass import PAPER, GrassAdamW
 from tests.reference import gradients_for, relative_difference, run, train
 
 # Per tensor, ||difference|| / ||weight|| after fifty steps in fp32. The two round their operations in another order.
@@ -28,7 +28,7 @@ def difference(tiny_llama, token_batches, adamw_run, **options: object) -> float
     """The largest relative difference of any tensor between GrassAdamW's fifty steps and AdamW's."""
     expected, expected_losses = adamw_run
     model = tiny_llama()
-    optimizer = GrassAdamW(model.parameters(), rank=1.0, **HYPER, **options)
+    optimizer = GrassAdamW(model.parameters(), rank=1.0, **{**PAPER, **HYPER, **options})
     losses = train(model, optimizer, token_batches)
     assert losses[-1] < 0.8 * losses[0], "a run that learns nothing proves nothing"
     assert losses[0] == expected_losses[0]
@@ -88,6 +88,6 @@ def test_shapes_at_full_rank(shape: tuple[int, ...], dtype: torch.dtype) -> None
     ours = torch.nn.Parameter(torch.randn(shape, dtype=dtype))
     theirs = torch.nn.Parameter(ours.detach().clone())
     gradients = gradients_for([ours], 20)
-    run(GrassAdamW([ours], rank=1.0, **HYPER), [ours], gradients)
+    run(GrassAdamW([ours], rank=1.0, **PAPER, **HYPER), [ours], gradients)
     run(torch.optim.AdamW([theirs], **HYPER), [theirs], gradients)
     assert relative_difference(ours, theirs) < (1e-14 if dtype == torch.float64 else 1e-6)

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
-from grass import GrassAdamW
+from grass import PAPER, GrassAdamW
 from grass.bank import to_host
 from grass.memory import state_bytes
 from grass.moments import HOST_KEYS
 
 ROWS, COLUMNS = 6, 8
-HYPER = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, dim=0)
+HYPER = dict(PAPER, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, dim=0)
 POLICIES = ["reset", "keep", "bank"]
 
 
@@ -35,8 +35,8 @@ def step(optimizer: GrassAdamW, weight: Parameter, grad: Tensor) -> dict:
 
 def make(policy: str, interval: int = 2, rank: int = 2, **options: object) -> tuple[Parameter, GrassAdamW]:
     weight = Parameter(torch.ones(ROWS, COLUMNS))
-    arguments = {**HYPER, **options}
-    return weight, GrassAdamW([weight], rank=rank, update_interval=interval, state_policy=policy, **arguments)
+    arguments = {**HYPER, "rank": rank, "update_interval": interval, "state_policy": policy, **options}
+    return weight, GrassAdamW([weight], **arguments)
 
 
 def first_moment(steps: int) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grass import GrassAdamW
+from grass import PAPER, GrassAdamW
 from tests.reference import ReferenceGrass, gradients_for, run, uneven_gradients
 
 SHAPE, RANK, INTERVAL, STEPS = (7, 9), 3, 4, 14
@@ -32,7 +32,7 @@ def compare(dim: int, tolerance: dict, *, shape: tuple[int, int] = SHAPE, steps:
     """Run both; returns how many different selections there were."""
     reference_options = {k: v for k, v in options.items() if k not in ("rank", "selection", "replacement")}
     parameter = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64))
-    optimizer = GrassAdamW([parameter], dim=dim, **options)
+    optimizer = GrassAdamW([parameter], **{**PAPER, "dim": dim, **options})
     reference = ReferenceGrass(parameter, dim=dim, **reference_options)
     state, chosen = optimizer.state[parameter], set()
     for gradient in uneven_gradients(shape, steps):
@@ -119,7 +119,7 @@ def test_many_duplicates(policy: str, decay: str) -> None:
 def test_rank_as_fraction(fraction: float, dim: int | str) -> None:
     parameter = torch.nn.Parameter(torch.randn(8, 12))
     parameter.grad = torch.randn_like(parameter)
-    optimizer = GrassAdamW([parameter], rank=fraction, dim=dim)
+    optimizer = GrassAdamW([parameter], **{**PAPER, "rank": fraction, "dim": dim})
     optimizer.step()
     size = 12 if dim == 1 else 8
     assert len(optimizer.state[parameter]["indices"]) == max(1, round(fraction * size))
@@ -130,7 +130,7 @@ def test_auto_picks_the_smaller_dimension(shape: tuple[int, int], moments: tuple
     """A tie goes to rows."""
     parameter = torch.nn.Parameter(torch.randn(shape))
     parameter.grad = torch.randn_like(parameter)
-    optimizer = GrassAdamW([parameter], rank=2)
+    optimizer = GrassAdamW([parameter], rank=2, **PAPER)
     optimizer.step()
     assert optimizer.state[parameter]["exp_avg"].shape == moments
 
@@ -162,8 +162,8 @@ def test_weights_do_not_disturb_each_other() -> None:
     weights = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     gradients = gradients_for(weights, 8)
     together = [torch.nn.Parameter(w.clone()) for w in weights]
-    run(GrassAdamW(together, rank=0.3, update_interval=3, **HYPER), together, gradients)
+    run(GrassAdamW(together, **{**PAPER, **HYPER, "rank": 0.3, "update_interval": 3}), together, gradients)
     for i, weight in enumerate(weights):
         alone = torch.nn.Parameter(weight.clone())
-        run(GrassAdamW([alone], rank=0.3, update_interval=3, **HYPER), [alone], [[step[i]] for step in gradients])
+        run(GrassAdamW([alone], **{**PAPER, **HYPER, "rank": 0.3, "update_interval": 3}), [alone], [[step[i]] for step in gradients])
         assert torch.equal(together[i], alone), shapes[i]

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import Parameter
 
-from grass import GrassAdamW
+from grass import PAPER, GrassAdamW
 from grass.memory import state_bytes
 from tests.reference import assert_same_state, gradients_for, run
 
 POLICIES = ["reset", "keep", "bank"]
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
-OPTIONS = dict(lr=1e-2, rank=3, update_interval=4, warmup_after_refresh=3, weight_decay=0.1)
+OPTIONS = dict(PAPER, lr=1e-2, rank=3, update_interval=4, warmup_after_refresh=3, weight_decay=0.1)
 SHAPES = [(8, 10), (12, 5), (6,), (4, 3, 2, 2)]
 
 
@@ -117,12 +117,12 @@ def test_a_state_dict_may_be_loaded_twice() -> None:
     """Training on after loading writes to copies, not into the dict."""
     ours = fresh(torch.float32)
     gradients = gradients_for(ours, 10)
-    optimizer = GrassAdamW(ours, **OPTIONS, state_policy="bank")
+    optimizer = GrassAdamW(ours, **{**OPTIONS, "state_policy": "bank"})
     run(optimizer, ours, gradients[:5])
     saved, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in ours]
-    first_parameters, first = resumed(saved, weights, **OPTIONS, state_policy="bank")
+    first_parameters, first = resumed(saved, weights, **{**OPTIONS, "state_policy": "bank"})
     run(first, first_parameters, gradients[5:])
-    second_parameters, second = resumed(saved, weights, **OPTIONS, state_policy="bank")
+    second_parameters, second = resumed(saved, weights, **{**OPTIONS, "state_policy": "bank"})
     run(second, second_parameters, gradients[5:])
     # Vectors have torch's own state, which its loading shares with the dict.
     assert all(torch.equal(a, b) for a, b in zip(first_parameters, second_parameters, strict=True) if a.ndim > 1)
@@ -130,7 +130,7 @@ def test_a_state_dict_may_be_loaded_twice() -> None:
 
 def test_state_is_tensors_and_plain_scalars() -> None:
     ours = fresh(torch.bfloat16)
-    optimizer = GrassAdamW(ours, **OPTIONS, state_policy="bank", selection="uniform", replacement=True)
+    optimizer = GrassAdamW(ours, **{**OPTIONS, "state_policy": "bank", "selection": "uniform", "replacement": True})
     run(optimizer, ours, gradients_for(ours, 5))
     keys = {"step", "refresh_step", "refreshes", "dim", "indices", "row_scale", "exp_avg", "exp_avg_sq", "row_steps"}
     keys |= {"bank_exp_avg", "bank_exp_avg_sq", "bank_steps"}
@@ -142,7 +142,7 @@ def test_state_is_tensors_and_plain_scalars() -> None:
 def test_state_follows_the_group_options_it_was_saved_with() -> None:
     """As for every torch optimizer the loaded groups win over those of the constructor."""
     ours = fresh(torch.float32)
-    optimizer = GrassAdamW(ours, **OPTIONS, selection="uniform", seed=3)
+    optimizer = GrassAdamW(ours, **{**OPTIONS, "selection": "uniform", "seed": 3})
     gradients = gradients_for(ours, 10)
     run(optimizer, ours, gradients[:2])
     theirs, other = resumed(through_file(optimizer.state_dict()), ours, lr=0.5, rank=1)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from grass import GrassAdamW
+from grass import PAPER, GrassAdamW
 from tests.reference import gradients_for, run
 
-OPTIONS = dict(lr=1e-2, rank=2, update_interval=3, selection="multinomial_norm", weight_decay=0.1)
+OPTIONS = dict(PAPER, lr=1e-2, rank=2, update_interval=3, selection="multinomial_norm", weight_decay=0.1)
 
 
 @pytest.mark.parametrize("weight_format", [torch.contiguous_format, torch.channels_last], ids=str)

@@ -89,7 +89,7 @@ def test_resumes_bit_for_bit(options, compact) -> None:
 def test_state_bytes(precision, each) -> None:
     p = Parameter(torch.randn(64, 128))
     p.grad = torch.randn_like(p)
-    optimizer = GrassAdamW([p], rank=16, dim=0, moment_dtype=precision)
+    optimizer = GrassAdamW([p], rank=16, dim=0, moment_dtype=precision, state_policy="reset")
     optimizer.step()
     assert state_bytes(optimizer).device == 16 * 128 * each + 16 * 8
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grass.active import layers_by_parameter, rademacher
-from grass.hyperparameters import as_matrix, is_projected, resolve_dim, resolve_rank
+from grass.hyperparameters import as_matrix, has_residual, is_projected, resolve_dim, resolve_rank
 from grass.moments import moment_dtype
 from grass.optimizer import GrassAdamW
 from grass.projector import Projector
@@ -57,7 +57,7 @@ class ReducedAllreduceState:
     def __init__(self, optimizer: GrassAdamW, *, refresh: str = "full") -> None:
         if refresh not in ("full", "sketch"):
             raise ValueError(f"Invalid {refresh=}: must be 'full' or 'sketch'")
-        if any(group["residual"] and group["rank"] is not None for group in optimizer.param_groups):
+        if any(map(has_residual, optimizer.param_groups)):
             raise ValueError(
                 "The reduced all-reduce needs residual=False: a residual takes the whole gradient on every rank"
             )

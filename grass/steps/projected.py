@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from grass.bank_exchange import BankExchange
-from grass.hyperparameters import as_matrix, resolve_dim, resolve_rank
+from grass.hyperparameters import as_matrix, has_residual, resolve_dim, resolve_rank
 from grass.precision import shrink_
 from grass.refresh import carry_moments, refresh, refresh_due
 from grass.shards import check_shards, local, row_norms
@@ -30,7 +30,7 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
         for rows in every:
             shrink_(rows.stepped(), step.numbers(rows.state).shrink, step.value_key(rows.index, rows.state))
     step_rows(step, every)
-    if step.group["residual"]:
+    if has_residual(step.group):
         for member, rows in zip(stepped, every, strict=True):
             step_residual(step, member, rows)
     for member, rows in zip(stepped, every, strict=True):

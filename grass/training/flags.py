@@ -27,18 +27,19 @@ def add_optimizer_flags(add: AddFlag) -> None:
     add("--weight-decay", type=float, default=0.0, help="decoupled")
     add("--betas", type=float, nargs=2, default=(0.9, 0.999), help="decay rates of the moments")
     add("--rank", type=number, default=0.25, help="an integer, or a fraction of the dimension")
-    add("--update-interval", type=int, default=200, help="steps between changes of the projection")
+    add("--update-interval", type=int, help="steps between changes of the projection; default: 25, peers 200")
     add("--scale", type=float, help="of the projected weights' update; default: 1, galore 0.25")
-    add("--selection", default="top_r", help="grass: top_r, multinomial_norm, multinomial_norm_sq, uniform")
+    add("--selection", default="multinomial_norm", help="grass: top_r, multinomial_norm, multinomial_norm_sq, uniform")
     add("--replacement", action="store_true", help="grass: draw rows with replacement")
     add(
         "--dim",
         choices=("auto", 0, 1),
         type=lambda text: int(text) if text.isdigit() else text,
-        default="auto",
+        default=1,
         help="grass: rows (0), columns (1), or the smaller dimension",
     )
-    add("--state-policy", choices=("reset", "keep", "bank"), default="reset", help="grass: moments at a refresh")
+    add("--state-policy", choices=("reset", "keep", "bank"), default="bank", help="grass: moments at a refresh")
+    add("--residual", action=argparse.BooleanOptionalAction, help="grass: move rows not chosen; default: if not --compact")
     add("--compact", action="store_true", help="grass: never form full gradients; dim auto is then 1")
     add("--moment-dtype", choices=("float32", "bfloat16", "8bit"), default="float32", help="grass: of selected rows")
     add("--bank-dtype", choices=("float32", "bfloat16"), default="float32", help="grass: of the bank")

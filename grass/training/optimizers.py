@@ -19,6 +19,7 @@ FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 GRASS_OPTIONS = (
     "update_interval",
+    "scale",
     "selection",
     "replacement",
     "state_policy",
@@ -47,7 +48,7 @@ class OptimizerConfig:
         betas: decay rates of the moments.
         eps: added to the denominator.
         rank: of the projected weights, a number or a fraction of the dimension (grass, galore, apollo, fira).
-        update_interval: steps between changes of the projection (likewise).
+        update_interval: steps between changes of the projection (likewise); ``None`` is 25 for grass, 200 for the others.
         scale: multiplies the update of projected weights (likewise); ``None`` is the method's published value: 0.25 for
             galore, 1 for the others.
         selection: of the rows (this and the rest: grass only, see :class:`grass.GrassAdamW`).
@@ -57,7 +58,7 @@ class OptimizerConfig:
         warmup_after_refresh: steps of learning-rate warm-up after each refresh.
         seed: of the row selection.
         decay: what ``weight_decay`` decays, ``"selected"`` rows or ``"all"``.
-        residual: move the rows that were not chosen too (dense mode).
+        residual: move the rows that were not chosen too; ``None`` does in dense mode.
         bank_dtype: precision of the bank.
         shard_bank: whether the processes of DDP divide it.
         refresh: how compact mode learns the norms, ``"sketch"`` or ``"exact"``.
@@ -75,16 +76,16 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     rank: int | float = 0.25
-    update_interval: int = 200
+    update_interval: int | None = None
     scale: float | None = None
-    selection: str = "top_r"
+    selection: str = "multinomial_norm"
     replacement: bool = False
-    dim: int | str = "auto"
-    state_policy: str = "reset"
+    dim: int | str = 1
+    state_policy: str = "bank"
     warmup_after_refresh: int = 0
     seed: int = 0
     decay: str = "selected"
-    residual: bool = False
+    residual: bool | None = None
     bank_dtype: str = "float32"
     shard_bank: bool = False
     refresh: str = "sketch"
@@ -104,7 +105,7 @@ class OptimizerConfig:
             raise ValueError(f"Invalid betas={self.betas}: must be in [0, 1)")
         if not (self.rank >= 1 if isinstance(self.rank, int) else 0 < self.rank <= 1):
             raise ValueError(f"Invalid rank={self.rank}: must be an integer >= 1 or a fraction in (0, 1]")
-        if self.update_interval < 1:
+        if self.update_interval is not None and self.update_interval < 1:
             raise ValueError(f"Invalid update_interval={self.update_interval}: must be >= 1")
         if self.compact and (self.name != "grass" or self.replacement):
             raise ValueError(
@@ -131,7 +132,13 @@ class OptimizerConfig:
     def grass(self) -> dict[str, Any]:
         """The arguments of :class:`grass.GrassAdamW` beyond these, but for ``rank`` and ``dim``."""
         options: dict[str, Any] = {name: getattr(self, name) for name in GRASS_OPTIONS}
-        return {**options, "scale": 1.0 if self.scale is None else self.scale}
+        unset = {name for name in ("scale", "update_interval") if getattr(self, name) is None}
+        return {name: value for name, value in options.items() if name not in unset}
+
+    @property
+    def peer_interval(self) -> int:
+        """``update_interval`` of a low-rank peer."""
+        return 200 if self.update_interval is None else self.update_interval
 
     @property
     def grass_dim(self) -> int | str:
@@ -176,21 +183,21 @@ def _grass(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 def _galore(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     scale = 0.25 if config.scale is None else config.scale
-    keys = {"update_proj_gap": config.update_interval, "scale": scale, "proj_type": "std"}
+    keys = {"update_proj_gap": config.peer_interval, "scale": scale, "proj_type": "std"}
     peer = _peer("galore_torch", "GaLoreAdamW")
     return peer(_low_rank_groups(model, config.rank, keys), **config.common, no_deprecation_warning=True)
 
 
 def _apollo(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     scale = 1.0 if config.scale is None else config.scale
-    keys = {"update_proj_gap": config.update_interval, "scale": scale, "proj_type": "std"}
+    keys = {"update_proj_gap": config.peer_interval, "scale": scale, "proj_type": "std"}
     keys |= {"proj": "random", "scale_type": "channel"}
     return _peer("apollo_torch", "APOLLOAdamW")(_low_rank_groups(model, config.rank, keys), **config.common)
 
 
 def _fira(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     scale = 1.0 if config.scale is None else config.scale
-    keys = {"update_proj_gap": config.update_interval, "alpha": scale, "proj_type": "std"}
+    keys = {"update_proj_gap": config.peer_interval, "alpha": scale, "proj_type": "std"}
     peer = _peer("fira", "FiraAdamW")
     return peer(_low_rank_groups(model, config.rank, keys), **config.common, no_deprecation_warning=True)
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from grass import GrassAdamW
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook, shard_placement_fn
+from grass.hyperparameters import has_residual
 
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -118,7 +119,7 @@ def data_parallel(model: nn.Module, optimizer: Optimizer, processes: Processes) 
         return model
     ids = [processes.device.index] if processes.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    if isinstance(optimizer, GrassAdamW) and not any(group["residual"] for group in optimizer.param_groups):
+    if isinstance(optimizer, GrassAdamW) and not any(map(has_residual, optimizer.param_groups)):
         ddp.register_comm_hook(ReducedAllreduceState(optimizer), reduced_allreduce_hook)
     return ddp
 

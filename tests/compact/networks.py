@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import grass
-from grass import GrassAdamW, Selection, register_rule
+from grass import PAPER, GrassAdamW, Selection, register_rule
 from grass.layers import CompactLayer
 
 DIMS = [0, 1]
@@ -89,7 +89,7 @@ def converted(
     """A converted network and its optimizer, which refreshes every four steps."""
     model = Network(dtype)
     grass.compact(model, rank=rank, dim=dim, dtype=active, seed=seed)
-    return model, GrassAdamW(model, **{"lr": 1e-2, "update_interval": 4, **options})
+    return model, GrassAdamW(model, **{**PAPER, "lr": 1e-2, "update_interval": 4, **options})
 
 
 def assert_same_weights(ours: nn.Module, theirs: nn.Module) -> None:

@@ -28,7 +28,7 @@ from tests.compact.networks import (
     train,
 )
 
-OPTIONS = dict(selection="multinomial_norm", state_policy="keep", update_interval=4, lr=1e-2)
+OPTIONS = dict(residual=False, selection="multinomial_norm", state_policy="keep", update_interval=4, lr=1e-2)
 
 
 def quantised(dtype: torch.dtype = torch.float32, dim: int = 1, **options: object) -> tuple[Network, GrassAdamW]:

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from grass import GrassAdamW, param_groups
+from grass import PAPER, GrassAdamW, param_groups
 from tests.compact.networks import Network, batches, loss_of
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 """In float64 a sum over ranks differs from one process's by its order alone; Adam's division magnifies that."""
 
 STEPS = 9
-OPTIONS = {"lr": 1e-2, "update_interval": 4}
+OPTIONS = {**PAPER, "lr": 1e-2, "update_interval": 4}
 """Nine steps hold three selections: chosen in steps 1, 5 and 9 in dense mode, after 4 and 8 in compact mode."""
 
 

@@ -14,7 +14,7 @@ import grass
 
 from .conftest import DEVICE
 
-OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "update_interval": 3, "selection": "uniform"}
+OPTIONS = {**grass.PAPER, "lr": 1e-2, "weight_decay": 0.1, "update_interval": 3, "selection": "uniform"}
 
 
 def train(
