@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import grass
-from grass import GrassAdamW
+from grass import PAPER, GrassAdamW
 from tests.compact.networks import (
     DIMS,
     PLAYED,
@@ -69,7 +69,7 @@ def test_equals_dense_mode(policy: str, dim: int, rule: str, dtype: torch.dtype,
 
     groups = grass.param_groups(dense, rank=3, dim=dim)
     PLAYED.append(iter(played))
-    control = GrassAdamW(groups, selection="playback", **options)
+    control = GrassAdamW(groups, selection="playback", residual=False, **options)
     losses = train(dense, control, data)
     assert next(PLAYED.pop(), None) is None, "dense mode asked for every selection"
     assert losses[-1] < losses[0]
@@ -94,7 +94,7 @@ def test_options_mean_what_they_mean_in_dense_mode(options: dict) -> None:
     dense = plain_copy(model)
     PLAYED.append(iter(record(model, optimizer, steps_of(model, optimizer, data))))
     groups = grass.param_groups(dense, 3, dim=1)
-    control = GrassAdamW(groups, selection="playback", **{"lr": 1e-2, "update_interval": 3, **options})
+    control = GrassAdamW(groups, **{**PAPER, "selection": "playback", "lr": 1e-2, "update_interval": 3, **options})
     train(dense, control, data)
     assert largest_difference(model, dense) < 1e-7  # a tensor as learning rate and per-row step counts are fp32
 

@@ -27,7 +27,7 @@ def train(
         grass.compact(model, rank=0.4, dim=dim, dtype=rows, weights=options.pop("weights", None))
         optimizer = grass.GrassAdamW(model, **{**OPTIONS, **options})
     else:
-        optimizer = grass.GrassAdamW(model.parameters(), rank=0.4, dim=dim, **{**OPTIONS, **options})
+        optimizer = grass.GrassAdamW(model.parameters(), rank=0.4, **{**OPTIONS, "dim": dim, **options})
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(5, 13).to(DEVICE, dtype)).float().square().sum().backward()
