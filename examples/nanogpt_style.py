@@ -35,7 +35,7 @@ sizes = {"vocab_size": 256, "n_positions": context + 1, "n_embd": 128, "n_layer"
 plain = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
 model = GPT2LMHeadModel(GPT2Config(**sizes, **plain)).to(device)
 grass.compact(model, rank=0.25)  # the first: a quarter of each matrix trains at a time
-optimizer = grass.GrassAdamW(model, update_interval=10, selection="multinomial_norm", state_policy="bank")  # the second
+optimizer = grass.GrassAdamW(model)  # the second
 saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True) if os.path.exists(args.checkpoint) else {}
 if saved:
     model.load_state_dict(saved["model"])

@@ -36,6 +36,9 @@ class GrassAdamW(Optimizer):
     writes them back, and lets the sketch gathered in every ``update_interval``-th step choose the rows from the next
     step on; ``rank`` and ``dim`` are then the layers' own.
 
+    In dense mode the rows that were not chosen move too, without state (``residual``). Defaults are what trained best in
+    ``docs/quality.md``; ``**grass.PAPER`` gives the paper's.
+
     Groups with ``rank=None`` and tensors of fewer than two dimensions are plain AdamW, computed by torch. Weights of
     more than two dimensions are treated as ``(shape[0], -1)`` matrices. Every argument is also a group key.
 
@@ -62,8 +65,8 @@ class GrassAdamW(Optimizer):
         decay: ``"selected"`` decays the rows that move, ``"all"`` whole weights.
         residual: in dense mode, move the rows that were not chosen too, along their gradient at the scale of the chosen
             ones (:mod:`grass.steps.residual`). It needs no more state, but one more pass over gradient and weight, and
-            the whole gradient on every rank. Not for ``replacement=True``; nothing in compact mode, which has no such
-            gradient.
+            the whole gradient on every rank. ``None`` does wherever it can be: not for ``replacement=True``, nor in
+            compact mode, which has no such gradient.
         bank_dtype: precision of the bank: ``"float32"`` or ``"bfloat16"``.
         shard_bank: divide the bank among the ranks of data-parallel training, which bring each other the rows that
             enter a selection, instead of one copy on each; then every rank has to save its part of the state (see

@@ -16,9 +16,9 @@ import pandas as pd
 from grid import CURVE_POINTS, load_grid
 from results import CURVE
 from run import DIRECTORY
-from tables import read_cells, step_seconds, study_rows
+from tables import method_name, read_cells, step_seconds, study_rows
 
-SWEEP, FINAL = "learning rate", "seeds"
+SWEEP, FINAL = "learning rate", "final"
 """Names of the studies that are drawn as sweeps and as curves."""
 
 
@@ -41,7 +41,8 @@ def plot_sweeps(cells: pd.DataFrame, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
     rates = cells["settings"].str.extract(r"lr=(\S+)", expand=False).astype(float)
-    for method, sweep in cells.assign(lr=rates).sort_values("lr").groupby("optimizer", sort=False):
+    methods = [method_name(*row) for row in cells[["optimizer", "settings"]].itertuples(index=False)]
+    for method, sweep in cells.assign(lr=rates, method=methods).sort_values("lr").groupby("method", sort=False):
         axes.plot(sweep["lr"], sweep[CURVE[-1]], "o-", label=method)
     axes.set(xscale="log", xlabel="learning rate", ylabel="held-out loss, nats per byte")
     axes.legend()
@@ -58,7 +59,7 @@ def plot_curves(cells: pd.DataFrame, speed: pd.DataFrame, path: Path) -> None:
         done = [(point + 1) / CURVE_POINTS for point in range(CURVE_POINTS)]
         losses = runs[list(CURVE)].mean()
         tokens, steps = runs["tokens"].iloc[0], int(runs["steps"].iloc[0])
-        label = f"{method} ({losses.iloc[-1]:.3f}, {len(runs)} seeds)"
+        label = f"{method_name(method, settings)} ({losses.iloc[-1]:.3f}, {len(runs)} seeds)"
         by_tokens.plot([fraction * tokens / 1e6 for fraction in done], losses, "o-", label=label)
         seconds = steps * step_seconds(method, settings, speed)
         by_time.plot([fraction * seconds for fraction in done], losses, "o-", label=label)

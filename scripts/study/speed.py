@@ -27,11 +27,11 @@ from grass.training.loop import TrainConfig, Trainer
 from grass.training.models import LLAMA_SHAPES, build_llama, llama_config
 from grass.training.optimizers import OptimizerConfig, build_optimizer
 
-GRASS = OptimizerConfig(name="grass", dim=1, selection="multinomial_norm", state_policy="bank")
 CONTESTANTS = {
     "adamw": OptimizerConfig(name="adamw"),
-    "grass": GRASS,
-    "grass compact": replace(GRASS, compact=True),
+    "grass": OptimizerConfig(name="grass"),
+    "grass rows": OptimizerConfig(name="grass", residual=False),
+    "grass compact": OptimizerConfig(name="grass", compact=True),
     "galore": OptimizerConfig(name="galore"),
     "apollo": OptimizerConfig(name="apollo"),
     "fira": OptimizerConfig(name="fira"),

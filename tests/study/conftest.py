@@ -15,7 +15,7 @@ methods:
   grass: {name: grass, rank: 0.125, update_interval: 3}
 studies:
   - {name: learning rate, methods: [adamw, grass], horizon: short, seeds: [0], vary: {lr: [0.001, 0.01]}}
-  - {name: seeds, methods: [adamw], horizon: short, seeds: [0, 1], set: {lr: 0.01, betas: [0.8, 0.9]}}
+  - {name: final, methods: [adamw], horizon: short, seeds: [0, 1], set: {lr: 0.01, betas: [0.8, 0.9]}}
   - {name: again, methods: [grass], horizon: short, seeds: [0], set: {lr: 0.01}}
 """
 

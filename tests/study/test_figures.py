@@ -6,7 +6,8 @@ from grid import load_grid
 from results import CURVE, Results
 
 SPEED = pd.DataFrame(
-    {"step_ms": [10.0, 8.0, 6.0], "refresh_ms": [0.0, 9.0, 6.0]}, index=["adamw", "grass", "grass compact"]
+    {"step_ms": [10.0, 8.0, 6.0, 7.0], "refresh_ms": [0.0, 9.0, 6.0, 5.0]},
+    index=["adamw", "grass", "grass compact", "grass rows"],
 ).rename_axis("method")
 
 
@@ -25,7 +26,9 @@ def directory(tmp_path, grid_file):
         ("adamw", "lr=0.1", 0.010),
         ("grass", "lr=0.1 update_interval=3", 0.011),
         ("grass", "lr=0.1 compact=True update_interval=10", 0.0066),
-        ("grass", "lr=0.1", 0.008045),  # the default interval of 200
+        ("grass", "lr=0.1", 0.00836),  # the default interval of 25
+        ("grass", "lr=0.1 rank=1.0 update_interval=1000 residual=False", 0.01),  # AdamW, its body at another rate
+        ("grass", "lr=0.1 residual=False", 0.0072),
     ],
 )
 def test_step_time_has_its_share_of_a_refresh(method, settings, seconds):
@@ -41,5 +44,5 @@ def test_figures_are_drawn(directory):
 def test_every_study_has_its_table(directory, capsys):
     tables.main(["--grid", str(directory / "grid.yaml"), "--results", str(directory / "cells.csv")])
     printed = capsys.readouterr().out
-    assert [line for line in printed.splitlines() if "#" in line] == ["### learning rate", "### seeds", "### again"]
+    assert [line for line in printed.splitlines() if "#" in line] == ["### learning rate", "### final", "### again"]
     assert "| 1m | 10 | adamw | lr=0.01 betas=0.8/0.9 | 2 | 2.5500 |" in printed
