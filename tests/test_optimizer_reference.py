@@ -165,5 +165,9 @@ def test_weights_do_not_disturb_each_other() -> None:
     run(GrassAdamW(together, **{**PAPER, **HYPER, "rank": 0.3, "update_interval": 3}), together, gradients)
     for i, weight in enumerate(weights):
         alone = torch.nn.Parameter(weight.clone())
-        run(GrassAdamW([alone], **{**PAPER, **HYPER, "rank": 0.3, "update_interval": 3}), [alone], [[step[i]] for step in gradients])
+        run(
+            GrassAdamW([alone], **{**PAPER, **HYPER, "rank": 0.3, "update_interval": 3}),
+            [alone],
+            [[step[i]] for step in gradients],
+        )
         assert torch.equal(together[i], alone), shapes[i]

@@ -44,7 +44,7 @@ def frozen(model: nn.Module) -> Optimizer:
 def compact(dim: int, **options: object) -> Callable[[nn.Module], Optimizer]:
     def build(model: nn.Module) -> Optimizer:
         grass.compact(model, rank=0.25, dim=dim, dtype=torch.float32)
-        return grass.GrassAdamW(model, lr=1e-4, **options)
+        return grass.GrassAdamW(model, lr=1e-4, **{**grass.PAPER, **options})
 
     return build
 

@@ -24,7 +24,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from grass import GrassAdamW, compact
+from grass import PAPER, GrassAdamW, compact
 from grass.memory import state_bytes
 from grass.training.models import LLAMA_SHAPES
 
@@ -78,13 +78,14 @@ def contestants(shapes: list[tuple[int, int]], fraction: float, only: list[str])
         "grass dim=0 bank": {"dim": 0, "state_policy": "bank"},
         "grass dim=auto": {"dim": "auto"},
         "grass dim=1": {"dim": 1},
+        "grass dim=1 residual": {"dim": 1, "residual": True},
         "grass dim=0 uncompiled": {"dim": 0, "fused": False},
         "grass dim=0 bank uncompiled": {"dim": 0, "fused": False, "state_policy": "bank"},
         "grass dim=1 uncompiled": {"dim": 1, "fused": False},
     }
     for name, options in variants.items():
         if wanted(name):
-            optimizer = GrassAdamW(params(), rank=fraction, update_interval=NEVER, **options)
+            optimizer = GrassAdamW(params(), rank=fraction, **{**PAPER, "update_interval": NEVER, **options})
             yield Contestant(name, optimizer, fraction, lambda o=optimizer: grass_refresh(o))
     for name, dim, fused in (("dim=0", 0, None), ("dim=1", 1, None), ("dim=1 uncompiled", 1, False)):
         if wanted(name := f"grass compact {name}"):
@@ -107,7 +108,7 @@ def contestants(shapes: list[tuple[int, int]], fraction: float, only: list[str])
 def compact_optimizer(model: nn.Module, fraction: float, dim: int, fused: bool | None) -> GrassAdamW:
     """Grass over converted layers, whose step includes the write-back; their refresh is measured by train_step.py."""
     compact(model, rank=fraction, dim=dim)
-    optimizer = GrassAdamW(model, update_interval=NEVER, fused=fused)
+    optimizer = GrassAdamW(model, fused=fused, **{**PAPER, "update_interval": NEVER})
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.randn_like(p) * 1e-3

@@ -174,7 +174,7 @@ def model(args: argparse.Namespace) -> nn.Module:
 
 
 def builders(args: argparse.Namespace) -> dict[str, Build]:
-    options = {"lr": 1e-3, "update_interval": INTERVAL, "selection": "multinomial_norm", "state_policy": "keep"}
+    options = {"lr": 1e-3, "update_interval": INTERVAL, "state_policy": "keep", "residual": False}
 
     def adamw(m: nn.Module) -> Trained:
         return ddp(m), torch.optim.AdamW(m.parameters(), fused=True)

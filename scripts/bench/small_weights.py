@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     " keep": {"state_policy": "keep"},
     " bank": {"state_policy": "bank"},
+    " residual": {"residual": True},
     " uncompiled": {"fused": False},
 }
 
@@ -45,12 +46,12 @@ def contestants(count: int) -> tuple[dict[str, Optimizer], list[nn.Module]]:
         "adamw foreach": AdamW(model().parameters(), foreach=True),
         "adamw fused": AdamW(model().parameters(), fused=True),
     }
-    for name, options in VARIANTS.items():
-        dense = {"rank": RANK, "dim": 0, "update_interval": NEVER, **options}
-        racers[f"grass dense{name}"] = grass.GrassAdamW(model().parameters(), **dense)
+    for name, changes in VARIANTS.items():
+        options = {**grass.PAPER, "dim": 0, "update_interval": NEVER, **changes}
+        racers[f"grass dense{name}"] = grass.GrassAdamW(model().parameters(), rank=RANK, **options)
         converted = model()
         grass.compact(converted, rank=RANK, targets="all-linear")
-        racers[f"grass compact{name}"] = grass.GrassAdamW(converted, update_interval=NEVER, **options)
+        racers[f"grass compact{name}"] = grass.GrassAdamW(converted, **options)
     for racer in racers.values():
         for group in racer.param_groups:
             for p in group["params"]:

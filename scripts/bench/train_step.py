@@ -68,7 +68,7 @@ def compact(rank: float, dim: int, **options: object) -> Callable[[nn.Module], t
 
     def build(model: nn.Module) -> torch.optim.Optimizer:
         grass.compact(model, rank=rank, dim=dim)
-        return grass.GrassAdamW(model, **{"update_interval": NEVER, "fused": True, **options})
+        return grass.GrassAdamW(model, **{**grass.PAPER, "update_interval": NEVER, "fused": True, **options})
 
     return build
 
@@ -84,7 +84,7 @@ def contestants(rank: float) -> dict[str, Callable[[nn.Module], torch.optim.Opti
         "grass compact dim=0 refreshing": compact(rank, 0, **often),
         "grass compact dim=1 refreshing": compact(rank, 1, **often),
         "grass dense dim=0": lambda m: grass.GrassAdamW(
-            grass.param_groups(m, rank, dim=0, update_interval=NEVER), fused=True
+            grass.param_groups(m, rank, **{**grass.PAPER, "dim": 0, "update_interval": NEVER}), fused=True
         ),
         "galore": lambda m: build_optimizer(m, OptimizerConfig(name="galore", rank=rank, update_interval=NEVER)),
         "apollo": lambda m: build_optimizer(m, OptimizerConfig(name="apollo", rank=rank, update_interval=NEVER)),

@@ -141,7 +141,7 @@ def galore(m: nn.Module, rank: float, view: bool) -> tuple[DistributedDataParall
 
 def dense(refresh: str) -> Build:
     def build(m: nn.Module, rank: float, view: bool) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-        optimizer = grass.GrassAdamW(grass.param_groups(m, rank), update_interval=CYCLE)
+        optimizer = grass.GrassAdamW(grass.param_groups(m, rank), **{**grass.PAPER, "update_interval": CYCLE})
         ddp = DistributedDataParallel(m, gradient_as_bucket_view=view)
         ddp.register_comm_hook(ReducedAllreduceState(optimizer, refresh=refresh), reduced_allreduce_hook)
         return ddp, optimizer
@@ -151,7 +151,7 @@ def dense(refresh: str) -> Build:
 
 def compact(m: nn.Module, rank: float, view: bool) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     grass.compact(m, rank=rank)
-    optimizer = grass.GrassAdamW(m, update_interval=CYCLE)
+    optimizer = grass.GrassAdamW(m, **{**grass.PAPER, "update_interval": CYCLE})
     return DistributedDataParallel(m, gradient_as_bucket_view=view), optimizer
 
 
