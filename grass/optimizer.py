@@ -36,8 +36,8 @@ class GrassAdamW(Optimizer):
     writes them back, and lets the sketch gathered in every ``update_interval``-th step choose the rows from the next
     step on; ``rank`` and ``dim`` are then the layers' own.
 
-    In dense mode the rows that were not chosen move too, without state (``residual``). Defaults are what trained best in
-    ``docs/quality.md``; ``**grass.PAPER`` gives the paper's.
+    In dense mode the rows that were not chosen move too, without state (``residual``). Defaults are what trained best
+    in ``docs/quality.md``; ``**grass.PAPER`` gives the paper's.
 
     Groups with ``rank=None`` and tensors of fewer than two dimensions are plain AdamW, computed by torch. Weights of
     more than two dimensions are treated as ``(shape[0], -1)`` matrices. Every argument is also a group key.

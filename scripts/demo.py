@@ -32,8 +32,8 @@ METHODS = {
 """What is compared: a row of the table and two curves each.
 
 The learning rates are the best tried with seed 0: of six for AdamW, of five for compact Grass, of seven pairs of ``lr``
-and ``scale`` for dense Grass. Losses of one method differ by some hundredths from seed to seed, so a single run does not
-rank methods that are closer than that.
+and ``scale`` for dense Grass. Losses of one method differ by some hundredths from seed to seed, so a single run does
+not rank methods that are closer than that.
 """
 
 

@@ -48,7 +48,7 @@ class OptimizerConfig:
         betas: decay rates of the moments.
         eps: added to the denominator.
         rank: of the projected weights, a number or a fraction of the dimension (grass, galore, apollo, fira).
-        update_interval: steps between changes of the projection (likewise); ``None`` is 25 for grass, 200 for the others.
+        update_interval: steps between changes of the projection (likewise); ``None`` is 25 for grass, 200 for others.
         scale: multiplies the update of projected weights (likewise); ``None`` is the method's published value: 0.25 for
             galore, 1 for the others.
         selection: of the rows (this and the rest: grass only, see :class:`grass.GrassAdamW`).
