@@ -23,9 +23,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from grass.functional import StepCoefficients
+
 logger = logging.getLogger("grass")
 
-SOURCE = Path(__file__).with_name("cpu_kernel.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernel.cpp", "cpu_residual.cpp")]
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 _WEIGHT = struct.Struct("7P3q3d")  # struct Weight in the source
 
@@ -96,6 +98,55 @@ class Batch:
         library().step(b"".join(self._weights), len(self._weights), *logs, *numbers, torch.get_num_threads())
 
 
+def add_residual_(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    indices: Tensor,
+    dim: int,
+    coefficients: StepCoefficients,
+    size: float,
+    *,
+    eps: float,
+    fused: bool | None,
+) -> bool:
+    """Move the rows of one weight that are not among ``indices``, as :mod:`grass.steps.residual` says.
+
+    Args:
+        weight: ``(m, n)``.
+        grad: likewise.
+        exp_avg: first moment of the chosen rows, ``(r, n)``; ``(m, r)`` for ``dim=1``.
+        exp_avg_sq: second moment.
+        indices: ``(r,)``, the chosen rows.
+        dim: 0 for rows, 1 for columns.
+        coefficients: of the chosen rows at ``step_size=1``, scalars or ``(r,)``.
+        size: ``lr scale``, negative to ascend.
+        eps: of AdamW.
+        fused: as for :class:`Batch`.
+
+    Returns:
+        Whether it was done, as :meth:`Batch.add` takes a weight or does not.
+    """
+    if fused is False:
+        return False
+    transposed = _transposed([weight, grad, exp_avg, exp_avg_sq])
+    if transposed is None or not (library() if fused else at_hand()):
+        return False
+    r = indices.numel()
+    vectors = [t.float().expand(r).contiguous() for t in (coefficients.step_size, coefficients.denominator)]
+    library().residual(
+        *(t.data_ptr() for t in (weight, grad, exp_avg, exp_avg_sq, indices, *vectors)),
+        r,
+        *(reversed(weight.shape) if transposed else weight.shape),
+        dim != transposed,
+        eps,
+        size,
+        torch.get_num_threads(),
+    )
+    return True
+
+
 def _transposed(tensors: list[Tensor]) -> bool | None:
     """Whether all are column-major, rather than all row-major; ``None`` where the kernel does not take them."""
     for t in tensors:
@@ -144,13 +195,16 @@ def library() -> ctypes.CDLL:
     real = ctypes.c_float
     kernel.step.argtypes = [ctypes.c_char_p, ctypes.c_int64, *[ctypes.c_double] * 2, *[real] * 5, ctypes.c_int]
     kernel.step.restype = None
+    address, count = ctypes.c_void_p, ctypes.c_int64
+    kernel.residual.argtypes = [*[address] * 7, *[count] * 3, ctypes.c_int, real, real, ctypes.c_int]
+    kernel.residual.restype = None
     return kernel
 
 
 def _build(compiler: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
         output = Path(directory) / target.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(output)]
+        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(output)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")
@@ -168,5 +222,5 @@ def _fingerprint(compiler: str) -> str:
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     flags = next((line for line in lines if line.startswith("flags")), "")
-    parts = [SOURCE.read_text(), *FLAGS, compiler, platform.machine(), flags]
+    parts = [*(source.read_text() for source in SOURCES), *FLAGS, compiler, platform.machine(), flags]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -126,5 +126,24 @@ def test_channels_last_weights() -> None:
 def test_what_it_does_not_go_with() -> None:
     with pytest.raises(ValueError, match="residual=True takes replacement=False"):
         GrassAdamW([Parameter(torch.ones(4, 4))], rank=2, residual=True, replacement=True, selection="uniform")
-    with pytest.raises(ValueError, match="Invalid residual=2: must be one of False, True"):
+    with pytest.raises(ValueError, match="Invalid residual=2: must be one of None, False, True"):
         GrassAdamW([Parameter(torch.ones(4, 4))], rank=2, residual=2)
+
+
+@pytest.mark.parametrize("policy", ["reset", "bank"])
+@pytest.mark.parametrize("layout", ["row-major", "column-major"])
+@pytest.mark.parametrize("shape", [(9, 12), (31, 7), (1, 5), (64, 257)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_compiled_equals_operators(dim: int, shape: tuple[int, int], layout: str, policy: str) -> None:
+    weights = []
+    for fused in (True, False):
+        parameter = Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+        if layout == "column-major":
+            parameter = Parameter(parameter.detach().t().contiguous().t())
+        options = {**OPTIONS, "rank": 0.3, "dim": dim, "state_policy": policy, "maximize": dim == 1}
+        optimizer = GrassAdamW([parameter], residual=True, fused=fused, **options)
+        for gradient in uneven_gradients(shape, 7):
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            optimizer.step()
+        weights.append(parameter.detach())
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)  # float32 sums in another order

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grass import kernels
+from grass import cpu_kernel, kernels
 from grass.functional import StepCoefficients
 from grass.precision import add_product_, read_moments
 from grass.shards import summed
@@ -28,6 +28,20 @@ from grass.steps.rows import Rows
 
 def step_residual(step: GroupStep, member: Member, rows: Rows) -> None:
     """Move the rows of a weight that were not chosen; call it after the chosen ones have been stepped."""
+    size = step.numbers(rows.state).step_size * (-1.0 if step.group["maximize"] else 1.0)
+    if type(member.grad) is not Tensor or not _by_cpu_kernel(step, rows, size):
+        _by_operators(step, member, rows, size)
+
+
+def _by_cpu_kernel(step: GroupStep, rows: Rows, size: float) -> bool:
+    weight, state, group = rows.stepped(), rows.state, step.group
+    tensors = weight, rows.grad, state["exp_avg"], state["exp_avg_sq"], rows.indices
+    return cpu_kernel.add_residual_(
+        *tensors, rows.dim, _coefficients(step, rows), size, eps=group["eps"], fused=group["fused"]
+    )
+
+
+def _by_operators(step: GroupStep, member: Member, rows: Rows, size: float) -> None:
     weight, projector, dim = rows.stepped(), rows.projector(), rows.dim
     direction = _direction(step, rows)
     factors = _quotients(_norms(direction, 1 - dim), _norms(projector.gather(rows.grad), 1 - dim))
@@ -36,17 +50,19 @@ def step_residual(step: GroupStep, member: Member, rows: Rows) -> None:
     norms = summed(squares, member.grad).sqrt()
     lengths, chosen = torch.split(norms, [weight.shape[dim], len(rows.indices)])
     coefficients = _quotients(chosen.mean(), lengths).index_fill(0, rows.indices, 0.0)
-    size = step.numbers(rows.state).step_size * (1.0 if step.group["maximize"] else -1.0)
-    add_product_(weight, rest, projector.along(coefficients), size, step.value_key(rows.index, rows.state))
+    add_product_(weight, rest, projector.along(coefficients), -size, step.value_key(rows.index, rows.state))
 
 
 def _direction(step: GroupStep, rows: Rows) -> Tensor:
     """``D (r, n)``, from moments that this step has updated."""
     exp_avg, exp_avg_sq = read_moments(rows.state)
-    ages = step.numbers(rows.state).row_steps
-    c = StepCoefficients.at(ages, 1.0, step.group["betas"]).along(rows.dim)
+    c = _coefficients(step, rows).along(rows.dim)
     root = exp_avg_sq.sqrt().div_(c.denominator).add_(step.group["eps"]).div_(c.step_size)
     return torch.div(exp_avg, root, out=root)
+
+
+def _coefficients(step: GroupStep, rows: Rows) -> StepCoefficients:
+    return StepCoefficients.at(step.numbers(rows.state).row_steps, 1.0, step.group["betas"])
 
 
 def _norms(matrix: Tensor, dim: int) -> Tensor:
