@@ -111,8 +111,6 @@ def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:
             f"Invalid rank={group['rank']!r}: must be None or {own}, which grass.compact() gave the layers already; "
             "to train more or fewer rows, convert with another rank"
         )
-    if group["dim"] not in ("auto", layer.dim):
-        raise ValueError(f"Invalid dim={group['dim']!r}: must be 'auto' or {layer.dim}, by which layers were converted")
 
 
 def _tensors(params: Any) -> list[Tensor]:

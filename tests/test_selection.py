@@ -101,7 +101,7 @@ def test_registered_rules() -> None:
     assert p_value(observed, exact_outcomes([w / sum(weights) for w in weights], 2, False)) > SIGNIFICANCE
     parameter = torch.nn.Parameter(torch.ones(5, 9))
     parameter.grad = torch.ones_like(parameter)
-    optimizer = grass.GrassAdamW([parameter], rank=2, selection="test_last_rows")
+    optimizer = grass.GrassAdamW([parameter], rank=2, dim=0, selection="test_last_rows")
     optimizer.step()
     assert optimizer.state[parameter]["indices"].tolist() == [3, 4]
 

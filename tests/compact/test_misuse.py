@@ -131,7 +131,7 @@ def test_all_ways_to_name_the_parameters(parameters) -> None:
     for make in (parameters, lambda model: model):
         model = Network()
         grass.compact(model, rank=3)
-        optimizer = GrassAdamW(make(model), lr=1e-2, update_interval=2, refresh="exact")
+        optimizer = GrassAdamW(make(model), **{**grass.PAPER, "lr": 1e-2, "update_interval": 2, "refresh": "exact"})
         train(model, optimizer, batches(5))
         models.append(model)
     assert_same_weights(*models)
@@ -153,14 +153,12 @@ def test_replacement() -> None:
 
 
 @pytest.mark.parametrize("rank", [2, 8, 0.9])
-def test_another_rank_or_dim_than_the_layers_have(rank) -> None:
+def test_another_rank_than_the_layers_have(rank) -> None:
     model = Network()
     grass.compact(model, rank=3, dim=0)
     with pytest.raises(ValueError, match=rf"rank={rank}: must be None or 3"):
         GrassAdamW(model, rank=rank)
-    with pytest.raises(ValueError, match="dim=1: must be 'auto' or 0"):
-        GrassAdamW([model.up.active], dim=1)
-    train(model, GrassAdamW([model.up.active, model.down.active], rank=3, dim=0), batches(1))
+    train(model, GrassAdamW([model.up.active, model.down.active], rank=3), batches(1))
 
 
 register_rule("scaled", lambda norms, rank, generator, replacement: Selection(torch.arange(rank), torch.ones(rank)))

@@ -85,7 +85,7 @@ def branched(rank: int | None) -> dict[str, torch.Tensor]:
     """Trained on two ranks of which the second uses the branch; ``None``: in one process with their mean loss."""
     torch.manual_seed(0)
     model = Branched()
-    optimizer = GrassAdamW([p for p in model.parameters()], **OPTIONS, rank=3, dim=1)
+    optimizer = GrassAdamW([p for p in model.parameters()], **{**OPTIONS, "rank": 3, "dim": 1})
     ddp = model if rank is None else hooked(model, optimizer, find_unused_parameters=True)
     for x, y in joint_batches():
         shares = zip(x.chunk(2), y.chunk(2), (False, True), strict=True)
