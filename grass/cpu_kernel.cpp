@@ -109,6 +109,11 @@ void step_columns(const Weight& x, const Coefficients& c, const Adam& a) {
         float* value = active ? x.values + i * r : w;
         float* m = x.exp_avg + i * r;
         float* v = x.exp_avg_sq + i * r;
+        if (!active)
+            for (int64_t j = 0; j < x.stride; j += 16) {  // the next row, whose values are met out of order
+                __builtin_prefetch(w + x.stride + j, 1);
+                __builtin_prefetch(g + x.stride + j);
+            }
 #pragma omp simd
         for (int64_t k = 0; k < r; ++k) {
             const int64_t j = active ? k : indices[k];

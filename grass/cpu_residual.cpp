@@ -90,6 +90,7 @@ void columns(float* weight, const float* grad, const Chosen& c, int64_t m, int64
         for (int64_t i = m * thread / threads; i < m * (thread + 1) / threads; ++i) {
             const float* g = grad + i * n;
             float direction = 0, gradient = 0;
+            for (int64_t j = 0; j < n; j += 16) __builtin_prefetch(g + n + j);  // read out of order just below
 #pragma omp simd reduction(+ : direction, gradient)
             for (int64_t k = 0; k < c.r; ++k) {
                 const float value = c.direction(i * c.r + k, k), chosen = g[c.indices[k]];

@@ -106,6 +106,8 @@ def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:
     own, size = layer.selected.numel(), layer.shape[layer.dim]
     if group["replacement"]:
         raise ValueError("Compact mode takes replacement=False: active rows are neither scaled nor repeated")
+    if group["residual"]:
+        raise ValueError("Compact mode takes residual=None or False: it has no gradient of rows that are not selected")
     if group["rank"] is not None and resolve_rank(group["rank"], size) != own:
         raise ValueError(
             f"Invalid rank={group['rank']!r}: must be None or {own}, which grass.compact() gave the layers already; "

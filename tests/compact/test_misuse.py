@@ -158,6 +158,8 @@ def test_another_rank_than_the_layers_have(rank) -> None:
     grass.compact(model, rank=3, dim=0)
     with pytest.raises(ValueError, match=rf"rank={rank}: must be None or 3"):
         GrassAdamW(model, rank=rank)
+    with pytest.raises(ValueError, match="residual=None or False"):
+        GrassAdamW(model, residual=True)
     train(model, GrassAdamW([model.up.active, model.down.active], rank=3), batches(1))
 
 
