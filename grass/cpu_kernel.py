@@ -23,8 +23,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grass.functional import StepCoefficients
-
 logger = logging.getLogger("grass")
 
 SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernel.cpp", "cpu_residual.cpp")]
@@ -93,9 +91,8 @@ class Batch:
         """Step all weights taken."""
         if not self._weights:
             return
-        logs = (math.log(beta) if beta > 0 else -math.inf for beta in betas)
         numbers = 1 - betas[0], betas[1], 1 - betas[1], eps, -1.0 if maximize else 1.0
-        library().step(b"".join(self._weights), len(self._weights), *logs, *numbers, torch.get_num_threads())
+        library().step(b"".join(self._weights), len(self._weights), *_logs(betas), *numbers, torch.get_num_threads())
 
 
 def add_residual_(
@@ -105,9 +102,10 @@ def add_residual_(
     exp_avg_sq: Tensor,
     indices: Tensor,
     dim: int,
-    coefficients: StepCoefficients,
+    row_steps: Tensor | int,
     size: float,
     *,
+    betas: tuple[float, float],
     eps: float,
     fused: bool | None,
 ) -> bool:
@@ -120,8 +118,9 @@ def add_residual_(
         exp_avg_sq: second moment.
         indices: ``(r,)``, the chosen rows.
         dim: 0 for rows, 1 for columns.
-        coefficients: of the chosen rows at ``step_size=1``, scalars or ``(r,)``.
+        row_steps: Adam steps of the chosen rows, a number where they share it, else float ``(r,)``.
         size: ``lr scale``, negative to ascend.
+        betas: decay rates of the moments.
         eps: of AdamW.
         fused: as for :class:`Batch`.
 
@@ -133,11 +132,12 @@ def add_residual_(
     transposed = _transposed([weight, grad, exp_avg, exp_avg_sq])
     if transposed is None or not (library() if fused else at_hand()):
         return False
-    r = indices.numel()
-    vectors = [t.float().expand(r).contiguous() for t in (coefficients.step_size, coefficients.denominator)]
     library().residual(
-        *(t.data_ptr() for t in (weight, grad, exp_avg, exp_avg_sq, indices, *vectors)),
-        r,
+        *(t.data_ptr() for t in (weight, grad, exp_avg, exp_avg_sq, indices)),
+        row_steps.data_ptr() if isinstance(row_steps, Tensor) else 0,
+        0 if isinstance(row_steps, Tensor) else row_steps,
+        *_logs(betas),
+        indices.numel(),
         *(reversed(weight.shape) if transposed else weight.shape),
         dim != transposed,
         eps,
@@ -161,6 +161,10 @@ def _transposed(tensors: list[Tensor]) -> bool | None:
         if t.stride() != (1, t.shape[0]):
             return None
     return True
+
+
+def _logs(betas: tuple[float, float]) -> list[float]:
+    return [math.log(beta) if beta > 0 else -math.inf for beta in betas]
 
 
 def _address(t: Tensor | None) -> int:
@@ -196,7 +200,8 @@ def library() -> ctypes.CDLL:
     kernel.step.argtypes = [ctypes.c_char_p, ctypes.c_int64, *[ctypes.c_double] * 2, *[real] * 5, ctypes.c_int]
     kernel.step.restype = None
     address, count = ctypes.c_void_p, ctypes.c_int64
-    kernel.residual.argtypes = [*[address] * 7, *[count] * 3, ctypes.c_int, real, real, ctypes.c_int]
+    shape = [*[count] * 3, ctypes.c_int]
+    kernel.residual.argtypes = [*[address] * 6, *[ctypes.c_double] * 3, *shape, real, real, ctypes.c_int]
     kernel.residual.restype = None
     return kernel
 

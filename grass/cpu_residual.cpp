@@ -11,7 +11,7 @@ namespace {
 struct Chosen {
     const float *exp_avg, *exp_avg_sq;
     const int64_t* indices;
-    const float *unbias, *denominator;  // of each: 1 / (1 - beta1^t) and sqrt(1 - beta2^t)
+    std::vector<float> unbias, denominator;  // of each: 1 / (1 - beta1^t) and sqrt(1 - beta2^t)
     int64_t r;
     float eps;
 
@@ -122,8 +122,14 @@ void columns(float* weight, const float* grad, const Chosen& c, int64_t m, int64
 }  // namespace
 
 extern "C" void residual(float* weight, const float* grad, const float* exp_avg, const float* exp_avg_sq,
-                         const int64_t* indices, const float* unbias, const float* denominator, int64_t r,
-                         int64_t m, int64_t n, int in_columns, float eps, float size, int threads) {
-    const Chosen chosen{exp_avg, exp_avg_sq, indices, unbias, denominator, r, eps};
+                         const int64_t* indices, const float* ages, double age, double log_beta1, double log_beta2,
+                         int64_t r, int64_t m, int64_t n, int in_columns, float eps, float size, int threads) {
+    Chosen chosen{exp_avg, exp_avg_sq, indices, {}, {}, r, eps};
+    for (int64_t k = 0; k < r; ++k) {
+        const double t = ages ? ages[k] : age;  // Adam steps of each row, or of all
+        chosen.unbias.push_back(static_cast<float>(1 / -std::expm1(t * log_beta1)));
+        chosen.denominator.push_back(static_cast<float>(std::sqrt(-std::expm1(t * log_beta2))));
+    }
+    if (m * n < 1 << 16) threads = 1;  // starting more would cost more than the arithmetic
     (in_columns ? columns : rows)(weight, grad, chosen, m, n, size, threads);
 }

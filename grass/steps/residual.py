@@ -28,17 +28,13 @@ from grass.steps.rows import Rows
 
 def step_residual(step: GroupStep, member: Member, rows: Rows) -> None:
     """Move the rows of a weight that were not chosen; call it after the chosen ones have been stepped."""
-    size = step.numbers(rows.state).step_size * (-1.0 if step.group["maximize"] else 1.0)
-    if type(member.grad) is not Tensor or not _by_cpu_kernel(step, rows, size):
+    numbers, state, group = step.numbers(rows.state), rows.state, step.group
+    size = -numbers.step_size if group["maximize"] else numbers.step_size
+    tensors = rows.stepped(), rows.grad, state["exp_avg"], state["exp_avg_sq"], rows.indices
+    adam = {key: group[key] for key in ("betas", "eps", "fused")}
+    whole = type(member.grad) is Tensor
+    if not (whole and cpu_kernel.add_residual_(*tensors, rows.dim, numbers.row_steps, size, **adam)):
         _by_operators(step, member, rows, size)
-
-
-def _by_cpu_kernel(step: GroupStep, rows: Rows, size: float) -> bool:
-    weight, state, group = rows.stepped(), rows.state, step.group
-    tensors = weight, rows.grad, state["exp_avg"], state["exp_avg_sq"], rows.indices
-    return cpu_kernel.add_residual_(
-        *tensors, rows.dim, _coefficients(step, rows), size, eps=group["eps"], fused=group["fused"]
-    )
 
 
 def _by_operators(step: GroupStep, member: Member, rows: Rows, size: float) -> None:

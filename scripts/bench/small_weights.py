@@ -49,6 +49,8 @@ def contestants(count: int) -> tuple[dict[str, Optimizer], list[nn.Module]]:
     for name, changes in VARIANTS.items():
         options = {**grass.PAPER, "dim": 0, "update_interval": NEVER, **changes}
         racers[f"grass dense{name}"] = grass.GrassAdamW(model().parameters(), rank=RANK, **options)
+        if "residual" in changes:
+            continue  # dense mode's alone
         converted = model()
         grass.compact(converted, rank=RANK, targets="all-linear")
         racers[f"grass compact{name}"] = grass.GrassAdamW(converted, **options)
