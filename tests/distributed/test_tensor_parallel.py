@@ -34,7 +34,7 @@ def optimizer_of(model: Network, **options: Any) -> GrassAdamW:
     """Colwise weights (split by rows) select columns, rowwise weights rows."""
     named = dict(model.named_parameters())
     groups = [{"params": [named.pop("mix.weight")], "dim": 1}, {"params": [named.pop("down.weight")], "dim": 0}]
-    return GrassAdamW([*groups, {"params": list(named.values()), "rank": None}], rank=3, **OPTIONS, **options)
+    return GrassAdamW([*groups, {"params": list(named.values()), "rank": None}], rank=3, **{**OPTIONS, **options})
 
 
 def whole(model: Network) -> dict[str, Tensor]:
