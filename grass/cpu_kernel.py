@@ -62,10 +62,8 @@ class Batch:
         Raises:
             RuntimeError: ``fused=True``, and there is no compiler or it fails.
         """
-        if self._fused is False:
-            return False
-        transposed = _transposed([t for t in (weight, grad, values, exp_avg, exp_avg_sq) if t is not None])
-        if transposed is None or not (library() if self._fused else at_hand()):
+        transposed = _layout([t for t in (weight, grad, values, exp_avg, exp_avg_sq) if t is not None], self._fused)
+        if transposed is None:
             return False
         in_rows = dim == transposed  # the values of a row are neighbours in memory
         self._weights.append(
@@ -127,10 +125,8 @@ def add_residual_(
     Returns:
         Whether it was done, as :meth:`Batch.add` takes a weight or does not.
     """
-    if fused is False:
-        return False
-    transposed = _transposed([weight, grad, exp_avg, exp_avg_sq])
-    if transposed is None or not (library() if fused else at_hand()):
+    transposed = _layout([weight, grad, exp_avg, exp_avg_sq], fused)
+    if transposed is None:
         return False
     library().residual(
         *(t.data_ptr() for t in (weight, grad, exp_avg, exp_avg_sq, indices)),
@@ -145,6 +141,12 @@ def add_residual_(
         torch.get_num_threads(),
     )
     return True
+
+
+def _layout(tensors: list[Tensor], fused: bool | None) -> bool | None:
+    """As :func:`_transposed`; ``None`` also where the kernel is not wanted or cannot be had."""
+    transposed = None if fused is False else _transposed(tensors)
+    return transposed if transposed is not None and (library() if fused else at_hand()) else None
 
 
 def _transposed(tensors: list[Tensor]) -> bool | None:

@@ -34,12 +34,12 @@ def step_residual(step: GroupStep, member: Member, rows: Rows) -> None:
     adam = {key: group[key] for key in ("betas", "eps", "fused")}
     whole = type(member.grad) is Tensor
     if not (whole and cpu_kernel.add_residual_(*tensors, rows.dim, numbers.row_steps, size, **adam)):
-        _by_operators(step, member, rows, size)
+        _by_operators(step, member, rows, numbers.row_steps, size)
 
 
-def _by_operators(step: GroupStep, member: Member, rows: Rows, size: float) -> None:
+def _by_operators(step: GroupStep, member: Member, rows: Rows, row_steps: Tensor | int, size: float) -> None:
     weight, projector, dim = rows.stepped(), rows.projector(), rows.dim
-    direction = _direction(step, rows)
+    direction = _direction(step, rows, row_steps)
     factors = _quotients(_norms(direction, 1 - dim), _norms(projector.gather(rows.grad), 1 - dim))
     rest = torch.mul(rows.grad, factors.unsqueeze(dim), out=_scratch(step, weight, factors))
     squares = torch.cat([_norms(rest, dim), _norms(direction, dim)]).square()
@@ -49,16 +49,12 @@ def _by_operators(step: GroupStep, member: Member, rows: Rows, size: float) -> N
     add_product_(weight, rest, projector.along(coefficients), -size, step.value_key(rows.index, rows.state))
 
 
-def _direction(step: GroupStep, rows: Rows) -> Tensor:
+def _direction(step: GroupStep, rows: Rows, row_steps: Tensor | int) -> Tensor:
     """``D (r, n)``, from moments that this step has updated."""
     exp_avg, exp_avg_sq = read_moments(rows.state)
-    c = _coefficients(step, rows).along(rows.dim)
+    c = StepCoefficients.at(row_steps, 1.0, step.group["betas"]).along(rows.dim)
     root = exp_avg_sq.sqrt().div_(c.denominator).add_(step.group["eps"]).div_(c.step_size)
     return torch.div(exp_avg, root, out=root)
-
-
-def _coefficients(step: GroupStep, rows: Rows) -> StepCoefficients:
-    return StepCoefficients.at(step.numbers(rows.state).row_steps, 1.0, step.group["betas"])
 
 
 def _norms(matrix: Tensor, dim: int) -> Tensor:
