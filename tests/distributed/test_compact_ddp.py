@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import grass
 from tests.compact.networks import converted, selections, train
-from tests.distributed.training import assert_close, joint_batches, train_jointly, weights
+from tests.distributed.training import assert_close, assert_trained_alike, joint_batches, train_jointly, weights
 from tests.distributed.world import run_world
 
 RULES: list[dict[str, Any]] = [
@@ -43,9 +43,7 @@ def test_joint_training_equals_one_process(size: int) -> None:
         train(model, optimizer, joint_batches())
         expected += [(weights(model), selections(model))] * 2
     for trained in ranks:
-        for (ours, rows), (theirs, expected_rows) in zip(trained, expected, strict=True):
-            assert rows == expected_rows
-            assert_close(ours, theirs)
+        assert_trained_alike(trained, expected)
 
 
 def attached(rank: int) -> dict[str, Tensor]:

@@ -22,7 +22,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from grass import GrassAdamW, compact
 from grass.distributed import shard_placement_fn
 from tests.compact.networks import Network, converted, selections, train
-from tests.distributed.training import OPTIONS, assert_close, joint_batches, train_jointly, weights
+from tests.distributed.training import (
+    OPTIONS,
+    assert_close,
+    assert_trained_alike,
+    joint_batches,
+    train_jointly,
+    weights,
+)
 from tests.distributed.world import run_world
 
 RULES: list[dict[str, Any]] = [
@@ -77,9 +84,7 @@ def test_joint_training_equals_one_process(size: int) -> None:
             train(model, optimizer, joint_batches())
             expected += [(weights(model), selections(model))] * 2
     for trained in ranks:
-        for (ours, rows), (theirs, expected_rows) in zip(trained, expected, strict=True):
-            assert rows == expected_rows
-            assert_close(ours, theirs)
+        assert_trained_alike(trained, expected)
 
 
 def hybrid(rank: int) -> dict[str, Tensor]:

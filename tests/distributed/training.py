@@ -64,3 +64,12 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], **tolerance
         torch.testing.assert_close(
             ours[name], value, **(tolerance or TOLERANCE), msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+def assert_trained_alike(
+    ours: list[tuple[dict[str, Tensor], list[list[int]]]], theirs: list[tuple[dict[str, Tensor], list[list[int]]]]
+) -> None:
+    """The same rows chosen, and weights equal up to the order of summation."""
+    for (weights, rows), (expected, expected_rows) in zip(ours, theirs, strict=True):
+        assert rows == expected_rows
+        assert_close(weights, expected)
