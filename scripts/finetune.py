@@ -34,17 +34,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithPadding,
-    HfArgumentParser,
-    PreTrainedModel,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import HfArgumentParser, PreTrainedModel, TrainingArguments
 
 from grass.memory import state_bytes
 from grass.training import classification, instructions
@@ -104,41 +94,14 @@ def classify(args: argparse.Namespace) -> FinetuneTask:
         task, dataset = classification.own_task(dataset_source(args), args.columns, args.label)
     names = classification.class_names(dataset, task.label) or ["score"]
     path = pretrained(args, partial(tiny_encoder, num_labels=len(names)))
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(names), dtype=args.dtype)
-    model.config.id2label = dict(enumerate(names))
-    model.config.label2id = {name: index for index, name in enumerate(names)}
-    return FinetuneTask(
-        model=model,
-        tokenizer=tokenizer,
-        dataset=classification.encode(dataset, task, tokenizer, args.max_length),
-        evaluation=task.evaluation,
-        collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=classification.metrics_of(task),
-        best=task.metrics[0],
-    )
+    return classification.finetune_task(path, task, dataset, max_length=args.max_length, dtype=args.dtype)
 
 
 def instruct(args: argparse.Namespace) -> FinetuneTask:
     """The instruction task that the flags describe."""
     dataset = docstrings_of_signatures() if args.dataset is None else dataset_source(args).load()
     path = pretrained(args, tiny_decoder)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    dataset = instructions.encode(dataset, tokenizer, args.max_length)
-    if args.packed:
-        dataset = instructions.pack(dataset, args.max_length, tokenizer.pad_token_id)
-    return FinetuneTask(
-        model=model,
-        tokenizer=tokenizer,
-        dataset=dataset,
-        collator=default_data_collator if args.packed else DataCollatorForSeq2Seq(tokenizer),
-        compute_metrics=instructions.response_metrics,
-        best="loss",
-        likeliest=instructions.likeliest,
-    )
+    return instructions.finetune_task(path, dataset, max_length=args.max_length, packed=args.packed, dtype=args.dtype)
 
 
 def pretrained(args: argparse.Namespace, make_tiny: Callable[..., PreTrainedModel]) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from grass.training.docstrings import packages_of_docstrings
-from grass.training.finetuning import DatasetSource
+from grass.training.finetuning import DatasetSource, FinetuneTask
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -114,6 +116,28 @@ def with_class_labels(dataset: DatasetDict, label: str) -> DatasetDict:
 def class_names(dataset: DatasetDict, label: str) -> list[str] | None:
     """The classes; ``None`` for regression."""
     return getattr(dataset["train"].features[label], "names", None)
+
+
+def finetune_task(
+    path: str | Path, task: Task, dataset: DatasetDict, *, max_length: int, dtype: torch.dtype | str = torch.float32
+) -> FinetuneTask:
+    """The pretrained model at ``path`` with a new head, whose weights are random, and the data encoded for it."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+
+    names = class_names(dataset, task.label) or ["score"]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(names), dtype=dtype)
+    model.config.id2label = dict(enumerate(names))
+    model.config.label2id = {name: index for index, name in enumerate(names)}
+    return FinetuneTask(
+        model=model,
+        tokenizer=tokenizer,
+        dataset=encode(dataset, task, tokenizer, max_length),
+        evaluation=task.evaluation,
+        collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=metrics_of(task),
+        best=task.metrics[0],
+    )
 
 
 def encode(dataset: DatasetDict, task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int) -> DatasetDict:

@@ -83,6 +83,20 @@ class FinetuneTask:
     best: str
     likeliest: Callable[..., Any] | None = None
 
+    def keywords(self, arguments: TrainingArguments) -> dict[str, Any]:
+        """What any ``transformers.Trainer`` of the task is made with."""
+        evaluation = {name: self.dataset[name] for name in self.evaluation}
+        return {
+            "model": self.model,
+            "args": arguments,
+            "data_collator": self.collator,
+            "train_dataset": self.dataset["train"],
+            "eval_dataset": evaluation if len(evaluation) > 1 else evaluation[self.evaluation[0]],
+            "processing_class": self.tokenizer,
+            "compute_metrics": self.compute_metrics,
+            "preprocess_logits_for_metrics": self.likeliest,
+        }
+
 
 def make_trainer(task: FinetuneTask, method: str, optimizer: OptimizerConfig, arguments: TrainingArguments) -> Trainer:
     """A ``transformers.Trainer`` that trains the task by one of :data:`METHODS`.
@@ -97,17 +111,7 @@ def make_trainer(task: FinetuneTask, method: str, optimizer: OptimizerConfig, ar
     arguments.adam_beta1, arguments.adam_beta2 = optimizer.betas
     arguments.metric_for_best_model = f"{task.evaluation[0]}_{task.best}" if several else task.best
     arguments.greater_is_better = task.best != "loss"
-    evaluation = {name: task.dataset[name] for name in task.evaluation}
-    keywords: dict[str, Any] = {
-        "model": task.model,
-        "args": arguments,
-        "data_collator": task.collator,
-        "train_dataset": task.dataset["train"],
-        "eval_dataset": evaluation if several else evaluation[task.evaluation[0]],
-        "processing_class": task.tokenizer,
-        "compute_metrics": task.compute_metrics,
-        "preprocess_logits_for_metrics": task.likeliest,
-    }
+    keywords = task.keywords(arguments)
     if method == "grass":
         from grass.integrations.transformers import GrassTrainer
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from grass.training.finetuning import FinetuneTask
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -22,6 +25,28 @@ def prompt(instruction: str, context: str | None = None) -> str:
     """The text before a response."""
     parts = [("Instruction", instruction), ("Input", context)] if context else [("Instruction", instruction)]
     return "".join(f"### {title}\n{text}\n\n" for title, text in parts) + "### Response\n"
+
+
+def finetune_task(
+    path: str | Path, dataset: DatasetDict, *, max_length: int, packed: bool, dtype: torch.dtype | str = torch.float32
+) -> FinetuneTask:
+    """The pretrained causal language model at ``path``, and the data encoded for it, ``packed`` in rows or not."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, default_data_collator
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    dataset = encode(dataset, tokenizer, max_length)
+    return FinetuneTask(
+        model=model,
+        tokenizer=tokenizer,
+        dataset=pack(dataset, max_length, tokenizer.pad_token_id) if packed else dataset,
+        collator=default_data_collator if packed else DataCollatorForSeq2Seq(tokenizer),
+        compute_metrics=response_metrics,
+        best="loss",
+        likeliest=likeliest,
+    )
 
 
 def encode(dataset: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length: int) -> DatasetDict:

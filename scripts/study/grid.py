@@ -22,26 +22,65 @@ CURVE_POINTS = 10
 NOT_SETTINGS = frozenset({"name", "seed"})
 """Fields of an :class:`OptimizerConfig` that have a column of their own in the results."""
 
+BASE_MODEL = "1m"
+"""Size of the base model that finetuning starts from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """What the cells of a finetuning task train on.
+
+    Attributes:
+        batch_size: examples, or rows of examples where they are packed.
+        max_length: tokens of an example, or of a row.
+        examples: of each split, at most; ``None`` for all.
+    """
+
+    batch_size: int
+    max_length: int
+    examples: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_length", "examples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Invalid {name}={value}: must be >= 1")
+
+
+FINETUNING = {
+    "classify": FinetuneConfig(batch_size=16, max_length=64),
+    "instruct": FinetuneConfig(batch_size=8, max_length=256),
+}
+"""Which package a docstring is from; the docstring of a function's signature. An epoch has 83, or 58, steps."""
+TASKS = ("pretrain", *FINETUNING)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One training run.
 
     Attributes:
+        task: one of :data:`TASKS`.
         model: size, a key of :data:`LLAMA_SHAPES`.
         steps: horizon, to which the learning rate decays; a multiple of :data:`CURVE_POINTS`.
-        seed: of the initial weights, the order of the data and the row selection.
+        seed: of the initial weights (in finetuning a classifier's head alone), the order of the data and the row
+            selection.
         optimizer: and its hyperparameters; its own ``seed`` is that of the cell.
     """
 
+    task: str = "pretrain"
     model: str
     steps: int
     seed: int
     optimizer: OptimizerConfig
 
     def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"Unknown task {self.task!r}; available: {', '.join(TASKS)}")
         if self.model not in LLAMA_SHAPES:
             raise ValueError(f"Unknown model {self.model!r}; available: {', '.join(LLAMA_SHAPES)}")
+        if self.task != "pretrain" and self.model != BASE_MODEL:
+            raise ValueError(f"Invalid model={self.model} for task={self.task}: finetuning starts from {BASE_MODEL}")
         if self.steps < CURVE_POINTS or self.steps % CURVE_POINTS:
             raise ValueError(f"Invalid steps={self.steps}: must be a positive multiple of {CURVE_POINTS}")
         if self.seed != self.optimizer.seed:
@@ -59,7 +98,7 @@ class Cell:
     @property
     def key(self) -> tuple[str, ...]:
         """What tells a cell from all others: the columns of its row that are no results."""
-        return self.model, str(self.steps), str(self.seed), self.optimizer.name, self.settings
+        return self.task, self.model, str(self.steps), str(self.seed), self.optimizer.name, self.settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +119,13 @@ class Grid:
     """All studies, in order of importance: an interrupted grid has answered the first.
 
     Attributes:
-        data: what every cell trains on; each shuffles it with its own seed.
+        data: what every pretraining cell trains on; each shuffles it with its own seed.
+        finetuning: likewise for finetuning, by task.
         studies: a cell that occurs in several runs once.
     """
 
     data: DataConfig
+    finetuning: Mapping[str, FinetuneConfig]
     studies: tuple[Study, ...]
 
     @property
@@ -108,21 +149,28 @@ def load_grid(path: Path) -> Grid:
     """Read a grid.
 
     The file has ``model``, ``data`` (of :class:`DataConfig`), ``horizons`` (steps by name), ``methods`` (settings of
-    :class:`OptimizerConfig` by name) and ``studies``, a list of mappings: ``name``; ``methods``, names; ``horizon``, a
-    name; ``seeds``; and optionally ``model``, ``set`` (settings on top of the methods') and ``vary`` (lists of values;
-    their product is run).
+    :class:`OptimizerConfig` by name), optionally ``finetuning`` (by task, what differs from :data:`FINETUNING`) and
+    ``studies``, a list of mappings: ``name``; ``methods``, names; ``horizon``, a name; ``seeds``; and optionally
+    ``task``, ``model``, ``set`` (settings on top of the methods') and ``vary`` (lists of values; their product is run).
 
     Raises:
         ValueError: a key, name or value is unknown; the message names it.
     """
     document = yaml.safe_load(path.read_text())
-    _check_keys(document, {"model", "data", "horizons", "methods", "studies"}, "the grid")
+    _check_keys(document, {"model", "data", "finetuning", "horizons", "methods", "studies"}, "the grid")
+    changed = document.get("finetuning", {})
+    _check_keys(changed, set(FINETUNING), "finetuning")
+    finetuning = {
+        task: _build(FinetuneConfig, dataclasses.asdict(config) | changed.get(task, {}))
+        for task, config in FINETUNING.items()
+    }
     studies = tuple(_study(entry, document) for entry in document["studies"])
-    return Grid(data=_build(DataConfig, document["data"]), studies=studies)
+    return Grid(data=_build(DataConfig, document["data"]), finetuning=finetuning, studies=studies)
 
 
 def _study(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Study:
-    _check_keys(entry, {"name", "methods", "horizon", "seeds", "model", "set", "vary"}, f"study {entry.get('name')!r}")
+    allowed = {"name", "task", "methods", "horizon", "seeds", "model", "set", "vary"}
+    _check_keys(entry, allowed, f"study {entry.get('name')!r}")
     steps = _look_up(document["horizons"], entry["horizon"], "horizon")
     varied = entry.get("vary", {})
     cells = []
@@ -130,8 +178,8 @@ def _study(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Study:
         settings = {**_look_up(document["methods"], method, "method"), **entry.get("set", {}), "seed": seed}
         for values in itertools.product(*varied.values()):
             optimizer = _build(OptimizerConfig, settings | dict(zip(varied, values, strict=True)))
-            model = entry.get("model", document["model"])
-            cells.append(Cell(model=model, steps=steps, seed=seed, optimizer=optimizer))
+            task, model = entry.get("task", "pretrain"), entry.get("model", document["model"])
+            cells.append(Cell(task=task, model=model, steps=steps, seed=seed, optimizer=optimizer))
     return Study(name=entry["name"], cells=tuple(cells))
 
 

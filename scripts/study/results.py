@@ -10,10 +10,10 @@ from typing import Any
 
 from grid import CURVE_POINTS, Cell
 
-KEY = ("model", "steps", "seed", "optimizer", "settings")
+KEY = ("task", "model", "steps", "seed", "optimizer", "settings")
 CURVE = tuple(f"loss_{100 * point // CURVE_POINTS}" for point in range(1, CURVE_POINTS + 1))
-"""Held-out loss after so many percent of the steps, nats per token."""
-COLUMNS = (*KEY, "tokens", "state_bytes", "host_bytes", "gradient_bytes", "commit", *CURVE)
+"""Held-out loss after so many percent of the steps, nats per token; of a classifier, per example."""
+COLUMNS = (*KEY, "tokens", "state_bytes", "host_bytes", "gradient_bytes", "commit", *CURVE, "accuracy")
 
 
 class Results:
@@ -27,20 +27,30 @@ class Results:
         self.path = path
 
     def done(self) -> set[tuple[str, ...]]:
-        """The keys of the cells that have a row."""
+        """The keys of the cells that have a row.
+
+        Raises:
+            ValueError: the file has other columns than :data:`COLUMNS`.
+        """
         if not self.path.exists():
             return set()
         whole = [line for line in self.path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        self._check(whole[:1])
         return {tuple(row[column] for column in KEY) for row in csv.DictReader(whole)}
 
     def append(self, cell: Cell, values: dict[str, Any]) -> None:
-        """Add the row of a cell; ``values`` by column."""
+        """Add the row of a cell; ``values`` by column.
+
+        Raises:
+            ValueError: the file has other columns than :data:`COLUMNS`.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             before = file.read()
             whole = before[: before.rfind(b"\n") + 1]
+            self._check(whole.decode().splitlines()[:1])
             if len(whole) < len(before):
                 file.truncate(len(whole))
             text = io.StringIO()
@@ -49,3 +59,7 @@ class Results:
                 writer.writeheader()
             writer.writerow(dict(zip(KEY, cell.key, strict=True)) | values)
             file.write(text.getvalue().encode())
+
+    def _check(self, header: list[str]) -> None:
+        if header and header[0].rstrip("\n") != ",".join(COLUMNS):
+            raise ValueError(f"{self.path} has the columns {header[0].rstrip()}, not {','.join(COLUMNS)}")

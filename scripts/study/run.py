@@ -16,22 +16,17 @@ import fcntl
 import hashlib
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
-from grid import CURVE_POINTS, Cell, Grid, load_grid
+from base import BASE, ensure_base
+from finetuning import finetune
+from grid import Cell, Grid, load_grid
+from pretraining import pretrain
 from results import CURVE, Results
-
-from grass.training.data import DataConfig, load_data
-from grass.training.loop import TrainConfig, Trainer
-from grass.training.models import build_llama, llama_config
-from grass.training.optimizers import build_optimizer
 
 DIRECTORY = Path(__file__).parents[2] / "benchmarks" / "quality"
 
@@ -41,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--grid", type=Path, default=DIRECTORY / "grid.yaml")
     parser.add_argument("--results", type=Path, default=DIRECTORY / "cells.csv")
     parser.add_argument("--locks", type=Path, default=Path("runs/study/locks"), help="where begun cells are marked")
+    parser.add_argument("--base", type=Path, default=BASE, help="model to finetune, made if it is not there")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="per process")
     args = parser.parse_args(argv)
@@ -54,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         with next_cell(grid, results, args.locks) as cell:
             if cell is None:
                 break
-            values = run_cell(cell, grid.data)
+            values = run_cell(cell, grid, args.base)
             if values is not None:
                 results.append(cell, values)
                 print(*cell.key, values[CURVE[-1]], flush=True)
@@ -62,29 +58,16 @@ def main(argv: list[str] | None = None) -> int:
     return max((process.wait() for process in others), default=int(unfinished))
 
 
-def run_cell(cell: Cell, data_config: DataConfig) -> dict[str, Any] | None:
-    """Train; the values of the cell's row, or ``None`` if a signal stopped it before the last step."""
-    data = load_data(replace(data_config, seed=cell.seed))
-    config = llama_config(cell.model, vocab_size=data.vocab_size, max_seq_len=data_config.seq_len)
-    model = build_llama(config, seed=cell.seed)
-    interval = cell.steps // CURVE_POINTS
-    with tempfile.TemporaryDirectory() as out:
-        train_config = TrainConfig(
-            out=Path(out), steps=cell.steps, warmup=interval, autocast=True, eval_every=interval, log_every=interval
-        )
-        trainer = Trainer(model, build_optimizer(model, cell.optimizer), data, train_config)
-        result = trainer.run()
-        losses = pd.read_csv(Path(out) / "metrics.csv")["eval_loss"].dropna()
-    if result.step < cell.steps:
-        return None
-    return {
-        "tokens": cell.steps * trainer.tokens_per_step,
-        "state_bytes": result.state_bytes.device,
-        "host_bytes": result.state_bytes.host,
-        "gradient_bytes": result.gradient_bytes,
-        "commit": commit(),
-        **{name: f"{loss:.4f}" for name, loss in zip(CURVE, losses, strict=True)},
-    }
+def run_cell(cell: Cell, grid: Grid, base: Path) -> dict[str, Any] | None:
+    """Train; the values of the cell's row, or ``None`` if a signal stopped it before the last step.
+
+    Finetuning starts from the model in the directory ``base``, which is made if it is not there.
+    """
+    if cell.task == "pretrain":
+        values = pretrain(cell, grid.data)
+    else:
+        values = finetune(cell, grid.finetuning[cell.task], ensure_base(base))
+    return None if values is None else {**values, "commit": commit()}
 
 
 @contextmanager

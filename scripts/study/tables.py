@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def read_cells(path: Path) -> pd.DataFrame:
     """The finished cells; settings as the empty string where they are the defaults."""
-    return pd.read_csv(path, dtype=dict.fromkeys(KEY, str), keep_default_na=False, na_values={c: "nan" for c in CURVE})
+    missing = {"accuracy": ["", "nan"]} | {name: ["nan"] for name in CURVE}
+    return pd.read_csv(path, dtype=dict.fromkeys(KEY, str), keep_default_na=False, na_values=missing)
 
 
 def study_rows(study: Study, rows: pd.DataFrame) -> pd.DataFrame:
@@ -46,16 +47,21 @@ def study_rows(study: Study, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def seed_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per setting: mean and standard deviation over seeds of the final loss, and what it held."""
-    grouped = rows.groupby(["model", "steps", "optimizer", "settings"], sort=False)
-    return grouped.agg(
+    """One row per setting: mean and standard deviation over seeds of the final loss, and what it held.
+
+    The mean accuracy has a column where any row has one.
+    """
+    grouped = rows.groupby(["task", "model", "steps", "optimizer", "settings"], sort=False)
+    means = grouped.agg(
         seeds=("seed", "count"),
         loss=(CURVE[-1], "mean"),
         deviation=(CURVE[-1], "std"),
+        accuracy=("accuracy", "mean"),
         tokens=("tokens", "first"),
         state_bytes=("state_bytes", "first"),
         host_bytes=("host_bytes", "first"),
     ).reset_index()
+    return means if means["accuracy"].notna().any() else means.drop(columns="accuracy")
 
 
 def method_name(optimizer: str, settings: str) -> str:

@@ -44,5 +44,10 @@ def test_figures_are_drawn(directory):
 def test_every_study_has_its_table(directory, capsys):
     tables.main(["--grid", str(directory / "grid.yaml"), "--results", str(directory / "cells.csv")])
     printed = capsys.readouterr().out
-    assert [line for line in printed.splitlines() if "#" in line] == ["### learning rate", "### final", "### again"]
-    assert "| 1m | 10 | adamw | lr=0.01 betas=0.8/0.9 | 2 | 2.5500 |" in printed
+    assert [line for line in printed.splitlines() if "#" in line] == [
+        "### learning rate",
+        "### final",
+        "### finetuning",
+        "### again",
+    ]
+    assert "| pretrain | 1m | 10 | adamw | lr=0.01 betas=0.8/0.9 | 2 | 2.5500 |" in printed

@@ -1,5 +1,7 @@
+import dataclasses
+
 import pytest
-from grid import Cell, load_grid
+from grid import FINETUNING, Cell, FinetuneConfig, load_grid
 
 from grass.training.optimizers import OptimizerConfig
 
@@ -7,12 +9,14 @@ from grass.training.optimizers import OptimizerConfig
 def test_cells_in_order_and_once(grid_file):
     keys = [cell.key for cell in load_grid(grid_file).cells]
     assert keys == [
-        ("1m", "10", "0", "adamw", "lr=0.001"),
-        ("1m", "10", "0", "adamw", "lr=0.01"),
-        ("1m", "10", "0", "grass", "lr=0.001 rank=0.125 update_interval=3"),
-        ("1m", "10", "0", "grass", "lr=0.01 rank=0.125 update_interval=3"),
-        ("1m", "10", "0", "adamw", "lr=0.01 betas=0.8/0.9"),
-        ("1m", "10", "1", "adamw", "lr=0.01 betas=0.8/0.9"),
+        ("pretrain", "1m", "10", "0", "adamw", "lr=0.001"),
+        ("pretrain", "1m", "10", "0", "adamw", "lr=0.01"),
+        ("pretrain", "1m", "10", "0", "grass", "lr=0.001 rank=0.125 update_interval=3"),
+        ("pretrain", "1m", "10", "0", "grass", "lr=0.01 rank=0.125 update_interval=3"),
+        ("pretrain", "1m", "10", "0", "adamw", "lr=0.01 betas=0.8/0.9"),
+        ("pretrain", "1m", "10", "1", "adamw", "lr=0.01 betas=0.8/0.9"),
+        ("classify", "1m", "10", "0", "adamw", "lr=0.001"),
+        ("instruct", "1m", "10", "0", "grass", "lr=0.001 rank=0.125 update_interval=3"),
     ]
 
 
@@ -34,6 +38,11 @@ def test_seed_reaches_the_row_selection(grid_file):
         ("short: 10", "short: 15", "steps=15: must be a positive multiple of 10"),
         ("model: 1m", "model: 2m", "Unknown model '2m'; available: 1m"),
         ("eval_blocks", "blocks", "Unknown blocks in DataConfig"),
+        ("task: classify", "task: translate", "Unknown task 'translate'; available: pretrain, classify, instruct"),
+        ("task: classify", "task: classify, model: 9m", "model=9m for task=classify: finetuning starts from 1m"),
+        ("  classify:", "  pretrain:", "Unknown pretrain in finetuning; allowed: classify, instruct"),
+        ("max_length: 16", "length: 16", "Unknown length in FinetuneConfig"),
+        ("examples: 12", "examples: 0", "Invalid examples=0: must be >= 1"),
         ("methods:\n", "methodes:\n", "Unknown methodes in the grid"),
     ],
 )
@@ -41,6 +50,13 @@ def test_mistakes_are_named(grid_file, found, put, message):
     grid_file.write_text(grid_file.read_text().replace(found, put))
     with pytest.raises(ValueError, match=message):
         load_grid(grid_file)
+
+
+def test_finetuning_data_are_the_defaults_but_for_what_is_changed(grid_file):
+    grid_file.write_text(grid_file.read_text().replace("batch_size: 4, max_length: 16, ", ""))
+    found = load_grid(grid_file).finetuning
+    assert found["classify"] == dataclasses.replace(FINETUNING["classify"], examples=12)
+    assert found["instruct"] == FinetuneConfig(batch_size=2, max_length=64, examples=12)
 
 
 def test_seed_of_cell_and_optimizer_agree():

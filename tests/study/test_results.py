@@ -36,6 +36,15 @@ def test_half_a_row_does_not_count_and_is_replaced(tmp_path, grid, kept):
     assert results.path.read_bytes() == whole
 
 
+def test_a_file_with_other_columns_is_refused(tmp_path, grid):
+    results = Results(tmp_path / "cells.csv")
+    results.path.write_text("model,steps\n1m,10\n")
+    for call in (results.done, lambda: results.append(grid.cells[0], values(1.5))):
+        with pytest.raises(ValueError, match="has the columns model,steps, not task,model,steps"):
+            call()
+    assert results.path.read_text() == "model,steps\n1m,10\n"
+
+
 def append_all(path, cells):
     for cell in cells:
         Results(path).append(cell, values(1.5))
@@ -62,5 +71,21 @@ def test_table_of_a_study(tmp_path, grid):
     results.append(grid.cells[0], values(9.0))
     table = seed_means(study_rows(grid.studies[1], read_cells(results.path)))
     assert markdown(table).splitlines()[2:] == [
-        "| 1m | 10 | adamw | lr=0.01 betas=0.8/0.9 | 2 | 1.6000 | 0.1414 | 160 | 8 | 4 |"
+        "| pretrain | 1m | 10 | adamw | lr=0.01 betas=0.8/0.9 | 2 | 1.6000 | 0.1414 | 160 | 8 | 4 |"
     ]
+
+
+def test_accuracy_is_shown_where_there_is_one(tmp_path, grid):
+    results = Results(tmp_path / "cells.csv")
+    classify, instruct = grid.study("finetuning").cells
+    results.append(classify, values(1.5) | {"accuracy": "0.2500"})
+    results.append(instruct, values("nan"))
+    results.append(grid.cells[0], values(1.5))
+    rows = read_cells(results.path)
+    header, _, *lines = markdown(seed_means(study_rows(grid.study("finetuning"), rows))).splitlines()
+    assert "| seeds | loss | deviation | accuracy | tokens |" in header
+    assert lines[0].startswith("| classify | 1m | 10 | adamw | lr=0.001 | 1 | 1.5000 |  | 0.2500 | 160 |")
+    assert lines[1].startswith(
+        "| instruct | 1m | 10 | grass | lr=0.001 rank=0.125 update_interval=3 | 1 |  |  |  | 160 |"
+    )
+    assert "accuracy" not in markdown(seed_means(study_rows(grid.study("learning rate"), rows)))

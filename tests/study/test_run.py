@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import run as study
 from grid import load_grid
+from pretraining import pretrain
 from results import Results
 
 from tests.study.conftest import STUDY
@@ -26,7 +27,7 @@ def trained(monkeypatch):
     """What was trained, in place of training it."""
     cells = []
 
-    def record(cell, data_config):
+    def record(cell, grid, base):
         cells.append(cell.key)
         assert len(cells) < 20, "cells run again and again"
         return {"loss_100": len(cells)}
@@ -37,13 +38,13 @@ def trained(monkeypatch):
 
 def test_a_cell_trains_and_reports(grid_file):
     grid = load_grid(grid_file)
-    adamw, grass = (study.run_cell(grid.cells[i], grid.data) for i in (1, 3))
+    adamw, grass = (pretrain(grid.cells[i], grid.data) for i in (1, 3))
     assert adamw["tokens"] == grass["tokens"] == 10 * 16
     assert grass["state_bytes"] < adamw["state_bytes"]
     for values in (adamw, grass):
         curve = [float(values[f"loss_{percent}"]) for percent in range(10, 101, 10)]
         assert 2 < curve[-1] < curve[0] < 6
-    assert study.run_cell(grid.cells[3], grid.data) == grass
+    assert pretrain(grid.cells[3], grid.data) == grass
 
 
 def test_finished_cells_are_skipped(tmp_path, grid_file, trained):
@@ -58,18 +59,18 @@ def test_finished_cells_are_skipped(tmp_path, grid_file, trained):
 def test_what_is_added_meanwhile_is_run(tmp_path, grid_file, trained, monkeypatch):
     record = study.run_cell
 
-    def add_a_seed(cell, data_config):
+    def add_a_seed(cell, grid, base):
         grid_file.write_text(grid_file.read_text().replace("seeds: [0, 1]", "seeds: [0, 1, 2]"))
-        return record(cell, data_config)
+        return record(cell, grid, base)
 
     monkeypatch.setattr(study, "run_cell", add_a_seed)
     assert study.main(command(tmp_path)) == 0
     assert trained == [cell.key for cell in load_grid(grid_file).cells]
-    assert trained[-1][2] == "2"
+    assert "2" in {seed for _, _, _, seed, *_ in trained}
 
 
 def test_a_stopped_cell_leaves_no_row(tmp_path, grid_file, monkeypatch):
-    monkeypatch.setattr(study, "run_cell", lambda cell, data_config: None)
+    monkeypatch.setattr(study, "run_cell", lambda cell, grid, base: None)
     assert study.main(command(tmp_path)) == 1
     assert not (tmp_path / "cells.csv").exists()
 
@@ -84,17 +85,20 @@ def test_a_begun_cell_is_left_to_its_process(tmp_path, grid_file):
         assert again == first
 
 
-def test_killed_and_continued(tmp_path, grid_file):
-    grid_file.write_text(grid_file.read_text().replace("short: 10", "short: 20"))
-    process = subprocess.Popen([sys.executable, str(STUDY / "run.py"), *command(tmp_path)], stderr=subprocess.DEVNULL)
+def test_killed_and_continued(tmp_path, grid_file, base):
+    wanted = "methods: [adamw, grass], horizon: short, seeds: [0], vary: {lr: [0.001, 0.01]}"
+    grid_file.write_text(grid_file.read_text().replace(wanted, f"task: classify, {wanted}"))
+    whole = [*command(tmp_path), "--base", str(base)]
+    process = subprocess.Popen([sys.executable, str(STUDY / "run.py"), *whole], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (tmp_path / "cells.csv").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
     killed = rows(tmp_path)
-    assert 1 <= len(killed) < 6
-    assert study.main(command(tmp_path)) == 0
+    assert 1 <= len(killed) < 8
+    assert study.main(whole) == 0
     finished = rows(tmp_path)
-    assert len(finished) == 6
+    assert len(finished) == 8
+    assert finished["accuracy"].notna().tolist() == finished["task"].ne("pretrain").tolist()
     pd.testing.assert_frame_equal(finished.iloc[: len(killed)], killed)

@@ -1,0 +1,41 @@
+"""A pretraining cell of a study: a LLaMA from scratch."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from grid import CURVE_POINTS, Cell
+from results import CURVE
+
+from grass.training.data import DataConfig, load_data
+from grass.training.loop import TrainConfig, Trainer
+from grass.training.models import build_llama, llama_config
+from grass.training.optimizers import build_optimizer
+
+
+def pretrain(cell: Cell, data_config: DataConfig) -> dict[str, Any] | None:
+    """Train; the values of the cell's row, or ``None`` if a signal stopped it before the last step."""
+    data = load_data(replace(data_config, seed=cell.seed))
+    config = llama_config(cell.model, vocab_size=data.vocab_size, max_seq_len=data_config.seq_len)
+    model = build_llama(config, seed=cell.seed)
+    interval = cell.steps // CURVE_POINTS
+    with tempfile.TemporaryDirectory() as out:
+        train_config = TrainConfig(
+            out=Path(out), steps=cell.steps, warmup=interval, autocast=True, eval_every=interval, log_every=interval
+        )
+        trainer = Trainer(model, build_optimizer(model, cell.optimizer), data, train_config)
+        result = trainer.run()
+        losses = pd.read_csv(Path(out) / "metrics.csv")["eval_loss"].dropna()
+    if result.step < cell.steps:
+        return None
+    return {
+        "tokens": cell.steps * trainer.tokens_per_step,
+        "state_bytes": result.state_bytes.device,
+        "host_bytes": result.state_bytes.host,
+        "gradient_bytes": result.gradient_bytes,
+        **{name: f"{loss:.4f}" for name, loss in zip(CURVE, losses, strict=True)},
+    }
