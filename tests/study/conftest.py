@@ -11,7 +11,7 @@ model: 1m
 data: {batch_size: 1, seq_len: 16, eval_blocks: 2}
 finetuning:
   classify: {batch_size: 4, max_length: 16, examples: 12}
-  instruct: {batch_size: 2, max_length: 64, examples: 12}
+  instruct: {batch_size: 2, max_length: 96, examples: 12}
 horizons: {short: 10, long: 20}
 methods:
   adamw: {name: adamw}

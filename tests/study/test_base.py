@@ -1,6 +1,7 @@
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from time import sleep
 
@@ -68,14 +69,15 @@ def made(monkeypatch):
 
 def test_what_was_broken_off_is_begun_anew(made, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        module.ensure_base(tmp_path / "base")
+        module.ensure_base(tmp_path / "base", files=[])
     assert not (tmp_path / "base").exists()
-    module.ensure_base(tmp_path / "base")
+    module.ensure_base(tmp_path / "base", files=[])
     assert [path.name for path in (tmp_path / "base").iterdir()] == ["part-1"]
 
 
 def test_two_at_once_make_one(made, tmp_path):
     made.append(0)
     with ThreadPoolExecutor(2) as pool:
-        assert set(pool.map(module.ensure_base, [tmp_path / "base"] * 2)) == {tmp_path / "base"}
+        make = partial(module.ensure_base, files=[])
+        assert set(pool.map(make, [tmp_path / "base"] * 2)) == {tmp_path / "base"}
     assert made == [0, 1]

@@ -67,13 +67,15 @@ def test_unmoved_weights_give_the_loss_and_accuracy_of_the_examples_one_by_one(b
     model, examples = one_by_one(cell(task, seed=3), CONFIGS[task], base)
     for ids, labels in examples:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            logits = model(input_ids=torch.tensor([ids])).logits[0].float()
-        logits, wanted = (
-            (logits, torch.tensor([labels])) if task == "classify" else (logits[:-1], torch.tensor(labels[1:]))
-        )
-        losses.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none", ignore_index=IGNORED))
-        hits.append((logits.argmax(-1) == wanted)[wanted != IGNORED])
-        losses[-1] = losses[-1][wanted != IGNORED]
+            logits = model(input_ids=torch.tensor([ids])).logits.float()
+        if task == "classify":
+            wanted = torch.tensor([labels])
+        else:
+            wanted = torch.tensor(labels)[1:]
+            logits = logits[0, :-1][wanted != IGNORED]
+            wanted = wanted[wanted != IGNORED]
+        losses.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))
+        hits.append(logits.argmax(-1) == wanted)
     assert curve(values) == pytest.approx([torch.cat(losses).mean().item()] * 10, abs=5e-3)
     assert float(values["accuracy"]) == pytest.approx(torch.cat(hits).float().mean().item(), abs=1e-4)
 

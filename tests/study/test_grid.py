@@ -56,7 +56,7 @@ def test_finetuning_data_are_the_defaults_but_for_what_is_changed(grid_file):
     grid_file.write_text(grid_file.read_text().replace("batch_size: 4, max_length: 16, ", ""))
     found = load_grid(grid_file).finetuning
     assert found["classify"] == dataclasses.replace(FINETUNING["classify"], examples=12)
-    assert found["instruct"] == FinetuneConfig(batch_size=2, max_length=64, examples=12)
+    assert found["instruct"] == FinetuneConfig(batch_size=2, max_length=96, examples=12)
 
 
 def test_seed_of_cell_and_optimizer_agree():
