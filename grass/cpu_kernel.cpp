@@ -1,63 +1,15 @@
 // One pass over the chosen rows of float32 weights: moments, bias correction, decay, update, write-back.
-// Formulas in functional.py. One call takes many weights: their rows are shared out over the threads.
+// Formulas in functional.py. One call takes many weights: small ones go to one thread each, of others every thread
+// has a part.
 
-#include <cmath>
-#include <cstdint>
-#include <vector>
+#include "cpu_kernel.h"
+
+#include <omp.h>
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
 namespace {
-
-// What _WEIGHT in cpu_kernel.py packs. Chosen are r rows of `width` values; where `stride` is not 0, r columns of
-// row-major matrices `stride` (moments and values: r) wide. With `values` these are stepped, and copied into `weight`
-// unless it is null, and grad is compact; otherwise weight and grad are whole.
-struct Weight {
-    float* weight;
-    const float* grad;
-    float *values, *exp_avg, *exp_avg_sq;
-    const int64_t* indices;
-    const float* ages;  // Adam steps of each row; null: `age` for all
-    int64_t r, width, stride;
-    double age, step_size, shrink;
-};
-
-struct Adam {
-    double log_beta1, log_beta2;
-    float complement1, beta2, complement2, eps, sign;  // complements: 1 - beta, rounded once
-};
-
-// Per chosen row, or one for all: 1 - beta^t without cancellation.
-struct Coefficients {
-    std::vector<float> step_size, denominator;
-    int64_t each;  // 0 where one serves all rows
-
-    Coefficients(const Weight& w, const Adam& a) : each(w.ages != nullptr) {
-        const int64_t count = each ? w.r : 1;
-        step_size.resize(count);
-        denominator.resize(count);
-        for (int64_t k = 0; k < count; ++k) {
-            if (k > 0 && w.ages[k] == w.ages[k - 1]) {
-                step_size[k] = step_size[k - 1];
-                denominator[k] = denominator[k - 1];
-                continue;
-            }
-            const double age = each ? w.ages[k] : w.age;
-            step_size[k] = static_cast<float>(w.step_size / -std::expm1(age * a.log_beta1));
-            denominator[k] = static_cast<float>(std::sqrt(-std::expm1(age * a.log_beta2)));
-        }
-    }
-};
-
-// New value of one weight element; updates its moments.
-inline float stepped(float w, float g, float& m, float& v, float step_size, float denominator, float shrink,
-                     const Adam& a) {
-    g *= a.sign;
-    m += (g - m) * a.complement1;
-    v = v * a.beta2 + g * g * a.complement2;
-    return w * shrink - step_size * (m / (std::sqrt(v) / denominator + a.eps));
-}
 
 // Copies up to a cache line; a whole one past the cache, which saves reading what will be overwritten.
 inline void write_line(float* to, const float* from, int64_t count) {
@@ -70,19 +22,16 @@ inline void write_line(float* to, const float* from, int64_t count) {
     for (int64_t j = 0; j < count; ++j) to[j] = from[j];
 }
 
-// Rows k of one weight, shared out over the threads that call this together.
 template <bool active>
-void step_rows(const Weight& x, const Coefficients& c, const Adam& a) {
+void step_rows(const Weight& x, const Coefficients& c, const Adam& a, const Team& team) {
     const int64_t n = x.width;
     const float shrink = x.shrink;
-#pragma omp for schedule(static) nowait
-    for (int64_t k = 0; k < x.r; ++k) {
+    for (int64_t k = team.begin(x.r); k < team.end(x.r); ++k) {
         float* w = x.weight ? x.weight + x.indices[k] * n : nullptr;
         const float* g = x.grad + (active ? k : x.indices[k]) * n;
         float* value = active ? x.values + k * n : w;
-        float* m = x.exp_avg + k * n;
-        float* v = x.exp_avg_sq + k * n;
-        const float s = c.step_size[k * c.each], d = c.denominator[k * c.each];
+        float *m = x.exp_avg + k * n, *v = x.exp_avg_sq + k * n;
+        const float size = c.step_size[k], unbias = c.unbias[k];
         const int64_t ahead = k + 1 < x.r ? (x.indices[k + 1] - x.indices[k]) * n : 0;
         for (int64_t from = 0; from < n; from += 16) {  // a cache line at a time, fetching that of the next row
             const int64_t to = from + 16 < n ? from + 16 : n;
@@ -91,37 +40,44 @@ void step_rows(const Weight& x, const Coefficients& c, const Adam& a) {
                 __builtin_prefetch(g + ahead + from, 0);
             }
 #pragma omp simd
-            for (int64_t j = from; j < to; ++j) value[j] = stepped(value[j], g[j], m[j], v[j], s, d, shrink, a);
+            for (int64_t j = from; j < to; ++j)
+                value[j] = value[j] * shrink - size * a.direction(g[j], m[j], v[j], unbias);
             if (active && w) write_line(w + from, value + from, to - from);
         }
     }
 }
 
-// Columns: row i of the matrices is one thread's.
 template <bool active>
-void step_columns(const Weight& x, const Coefficients& c, const Adam& a) {
-    const float shrink = x.shrink, *step_size = c.step_size.data(), *denominator = c.denominator.data();
-    const int64_t r = x.r, *indices = x.indices;
-#pragma omp for schedule(static) nowait
-    for (int64_t i = 0; i < x.width; ++i) {
-        float* w = x.weight ? x.weight + i * x.stride : nullptr;
-        const float* g = x.grad + i * (active ? r : x.stride);
+void step_columns(const Weight& x, const Coefficients& c, const Adam& a, const Team& team) {
+    const float shrink = x.shrink, *size = c.step_size.data(), *unbias = c.unbias.data();
+    const int64_t r = x.r, n = x.total, *indices = x.indices;
+    for (int64_t i = team.begin(x.width); i < team.end(x.width); ++i) {
+        float* w = x.weight ? x.weight + i * n : nullptr;
+        const float* g = x.grad + i * (active ? r : n);
         float* value = active ? x.values + i * r : w;
-        float* m = x.exp_avg + i * r;
-        float* v = x.exp_avg_sq + i * r;
-        if (!active)
-            for (int64_t j = 0; j < x.stride; j += 16) {  // the next row, whose values are met out of order
-                __builtin_prefetch(w + x.stride + j, 1);
-                __builtin_prefetch(g + x.stride + j);
-            }
+        float *m = x.exp_avg + i * r, *v = x.exp_avg_sq + i * r;
+        if (!active) {  // the next row, whose values are met out of order
+            prefetch(w + n, n);
+            prefetch(g + n, n);
+        }
 #pragma omp simd
         for (int64_t k = 0; k < r; ++k) {
             const int64_t j = active ? k : indices[k];
-            value[j] = stepped(value[j], g[j], m[k], v[k], step_size[k * c.each], denominator[k * c.each], shrink, a);
+            value[j] = value[j] * shrink - size[k] * a.direction(g[j], m[k], v[k], unbias[k]);
         }
         if (active && w)
             for (int64_t k = 0; k < r; ++k) w[indices[k]] = value[k];
     }
+}
+
+void step_one(const Weight& x, const Adam& a, const Team& team) {
+    const Coefficients c(x, a);
+    if (x.residual)
+        step_with_residual(x, c, a, team);
+    else if (x.in_rows)
+        x.values ? step_rows<true>(x, c, a, team) : step_rows<false>(x, c, a, team);
+    else
+        x.values ? step_columns<true>(x, c, a, team) : step_columns<false>(x, c, a, team);
 }
 
 }  // namespace
@@ -129,18 +85,16 @@ void step_columns(const Weight& x, const Coefficients& c, const Adam& a) {
 extern "C" void step(const Weight* weights, int64_t count, double log_beta1, double log_beta2, float complement1,
                      float beta2, float complement2, float eps, float sign, int threads) {
     const Adam a{log_beta1, log_beta2, complement1, beta2, complement2, eps, sign};
-    std::vector<Coefficients> coefficients;
-    coefficients.reserve(count);
-    for (int64_t i = 0; i < count; ++i) coefficients.emplace_back(weights[i], a);
+    std::vector<Sums> sums(threads);
 #pragma omp parallel num_threads(threads)
     {
-        for (int64_t i = 0; i < count; ++i) {
-            const Weight& x = weights[i];
-            if (x.stride)
-                x.values ? step_columns<true>(x, coefficients[i], a) : step_columns<false>(x, coefficients[i], a);
-            else
-                x.values ? step_rows<true>(x, coefficients[i], a) : step_rows<false>(x, coefficients[i], a);
-        }
+        Sums own;
+        const Team alone{0, 1, &own}, all{omp_get_thread_num(), omp_get_num_threads(), sums.data()};
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t i = 0; i < count; ++i)
+            if (weights[i].is_small()) step_one(weights[i], a, alone);
+        for (int64_t i = 0; i < count; ++i)
+            if (!weights[i].is_small()) step_one(weights[i], a, all);
 #ifdef __SSE2__
         _mm_sfence();  // what went past the cache is in memory before the step counts as done
 #endif

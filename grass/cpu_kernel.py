@@ -25,9 +25,19 @@ from torch import Tensor
 
 logger = logging.getLogger("grass")
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernel.cpp", "cpu_residual.cpp")]
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
-_WEIGHT = struct.Struct("7P3q3d")  # struct Weight in the source
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernel.cpp", "cpu_residual.cpp", "cpu_kernel.h")]
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-std=c++17",
+)
+_WEIGHT = struct.Struct("7P5q3d")  # struct Weight in the source
 
 
 class Batch:
@@ -53,11 +63,13 @@ class Batch:
         row_steps: Tensor | int,
         step_size: float,
         shrink: float,
+        residual: bool = False,
     ) -> bool:
         """Take a weight if its tensors are float32 on the CPU, all row-major or all column-major.
 
         The arguments are those of :func:`grass.kernels.compact_adamw_`, ``values`` its ``rows``; with these ``weight``
-        may be ``None``. Tensors must live until :meth:`run`.
+        may be ``None``, without them the rows that are not chosen may move too (:mod:`grass.steps.residual`). Tensors
+        must live until :meth:`run`.
 
         Raises:
             RuntimeError: ``fused=True``, and there is no compiler or it fails.
@@ -77,7 +89,9 @@ class Batch:
                 row_steps.data_ptr() if isinstance(row_steps, Tensor) else 0,
                 exp_avg.shape[dim],
                 exp_avg.shape[1 - dim],
-                0 if in_rows else exp_avg.shape[dim] if weight is None else weight.shape[dim],
+                exp_avg.shape[dim] if weight is None else weight.shape[dim],
+                in_rows,
+                residual,
                 0 if isinstance(row_steps, Tensor) else row_steps,
                 step_size,
                 shrink,
@@ -91,56 +105,6 @@ class Batch:
             return
         numbers = 1 - betas[0], betas[1], 1 - betas[1], eps, -1.0 if maximize else 1.0
         library().step(b"".join(self._weights), len(self._weights), *_logs(betas), *numbers, torch.get_num_threads())
-
-
-def add_residual_(
-    weight: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    indices: Tensor,
-    dim: int,
-    row_steps: Tensor | int,
-    size: float,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    fused: bool | None,
-) -> bool:
-    """Move the rows of one weight that are not among ``indices``, as :mod:`grass.steps.residual` says.
-
-    Args:
-        weight: ``(m, n)``.
-        grad: likewise.
-        exp_avg: first moment of the chosen rows, ``(r, n)``; ``(m, r)`` for ``dim=1``.
-        exp_avg_sq: second moment.
-        indices: ``(r,)``, the chosen rows.
-        dim: 0 for rows, 1 for columns.
-        row_steps: Adam steps of the chosen rows, a number where they share it, else float ``(r,)``.
-        size: ``lr scale``, negative to ascend.
-        betas: decay rates of the moments.
-        eps: of AdamW.
-        fused: as for :class:`Batch`.
-
-    Returns:
-        Whether it was done, as :meth:`Batch.add` takes a weight or does not.
-    """
-    transposed = _layout([weight, grad, exp_avg, exp_avg_sq], fused)
-    if transposed is None:
-        return False
-    library().residual(
-        *(t.data_ptr() for t in (weight, grad, exp_avg, exp_avg_sq, indices)),
-        row_steps.data_ptr() if isinstance(row_steps, Tensor) else 0,
-        0 if isinstance(row_steps, Tensor) else row_steps,
-        *_logs(betas),
-        indices.numel(),
-        *(reversed(weight.shape) if transposed else weight.shape),
-        dim != transposed,
-        eps,
-        size,
-        torch.get_num_threads(),
-    )
-    return True
 
 
 def _layout(tensors: list[Tensor], fused: bool | None) -> bool | None:
@@ -201,17 +165,13 @@ def library() -> ctypes.CDLL:
     real = ctypes.c_float
     kernel.step.argtypes = [ctypes.c_char_p, ctypes.c_int64, *[ctypes.c_double] * 2, *[real] * 5, ctypes.c_int]
     kernel.step.restype = None
-    address, count = ctypes.c_void_p, ctypes.c_int64
-    shape = [*[count] * 3, ctypes.c_int]
-    kernel.residual.argtypes = [*[address] * 6, *[ctypes.c_double] * 3, *shape, real, real, ctypes.c_int]
-    kernel.residual.restype = None
     return kernel
 
 
 def _build(compiler: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
         output = Path(directory) / target.name
-        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(output)]
+        command = [compiler, *FLAGS, *map(str, SOURCES[:2]), "-o", str(output)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")

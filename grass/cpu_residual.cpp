@@ -1,135 +1,123 @@
-// The residual of a float32 weight: rows that were not chosen move along their gradient. Formulas in steps/residual.py.
-// Two passes over the gradient, one over the weight.
+// The chosen rows of a float32 weight stepped, and its residual: the others move along their gradient. Formulas in
+// steps/residual.py, with the chosen rows' updates `lr scale D`, which are at hand, in place of `D`.
 
-#include <cmath>
-#include <cstdint>
-#include <vector>
+#include "cpu_kernel.h"
 
 namespace {
 
-// What the residual needs to know of the chosen rows: r of them, in row-major matrices.
-struct Chosen {
-    const float *exp_avg, *exp_avg_sq;
-    const int64_t* indices;
-    std::vector<float> unbias, denominator;  // of each: 1 / (1 - beta1^t) and sqrt(1 - beta2^t)
-    int64_t r;
-    float eps;
+// length / sqrt(squares); 0 where it would be divided by nothing.
+template <typename Real>
+Real over_root(Real length, Real squares) {
+    return squares > 0 ? length / std::sqrt(squares) : 0;
+}
 
-    // AdamW's direction at entry `at` of the moments, which is in chosen row k.
-    float direction(int64_t at, int64_t k) const {
-        return exp_avg[at] * unbias[k] / (std::sqrt(exp_avg_sq[at]) / denominator[k] + eps);
+// What all threads have, in their order.
+std::vector<double> total(const Team& team, std::vector<float> Sums::*part) {
+    std::vector<double> sums((team.sums[0].*part).size());
+    for (int thread = 0; thread < team.size; ++thread) {
+        const float* squares = (team.sums[thread].*part).data();
+        for (size_t j = 0; j < sums.size(); ++j) sums[j] += squares[j];
     }
-};
-
-float quotient(double squares, double by) { return by > 0 ? static_cast<float>(std::sqrt(squares / by)) : 0.0f; }
-
-// Adds to `sums` what every thread has, in the order of the threads.
-void add_up(const std::vector<std::vector<float>>& parts, std::vector<double>& sums) {
-    for (const auto& part : parts)
-        for (size_t j = 0; j < part.size(); ++j) sums[j] += part[j];
+    return sums;
 }
 
-double mean_length(const std::vector<double>& squares) {
-    double total = 0;
-    for (double square : squares) total += std::sqrt(square);
-    return total / squares.size();
-}
-
-// Rows of a weight (m, n), chosen rows (r, n).
-void rows(float* weight, const float* grad, const Chosen& c, int64_t m, int64_t n, float size, int threads) {
-    std::vector<std::vector<float>> direction(threads), gradient(threads);
-    std::vector<double> lengths(c.r), direction_sums(n), gradient_sums(n);
-    std::vector<float> factors(n);
-    std::vector<char> chosen(m);
-    for (int64_t k = 0; k < c.r; ++k) chosen[c.indices[k]] = 1;
-#pragma omp parallel for schedule(static, 1) num_threads(threads)
-    for (int thread = 0; thread < threads; ++thread) {
-        float* d = (direction[thread] = std::vector<float>(n)).data();
-        float* g = (gradient[thread] = std::vector<float>(n)).data();
-        for (int64_t k = c.r * thread / threads; k < c.r * (thread + 1) / threads; ++k) {
-            const float* row = grad + c.indices[k] * n;
-            float length = 0;
+// Rows of a weight (m, n), chosen rows (r, n): gradient and weight are read once.
+void rows(const Weight& x, const Coefficients& c, const Adam& a, const Team& team) {
+    const int64_t m = x.total, n = x.width;
+    const float shrink = x.shrink;
+    Sums& mine = team.sums[team.thread] = {std::vector<float>(n), std::vector<float>(n), 0.0};
+    float *updates = mine.updates.data(), *gradients = mine.gradients.data();
+    for (int64_t k = team.begin(x.r); k < team.end(x.r); ++k) {
+        const float *g = x.grad + x.indices[k] * n, size = c.step_size[k], unbias = c.unbias[k];
+        float *w = x.weight + x.indices[k] * n, *exp_avg = x.exp_avg + k * n, *exp_avg_sq = x.exp_avg_sq + k * n;
+        float length = 0;
 #pragma omp simd reduction(+ : length)
-            for (int64_t j = 0; j < n; ++j) {
-                const float value = c.direction(k * n + j, k);
-                length += value * value;
-                d[j] += value * value;
-                g[j] += row[j] * row[j];
-            }
-            lengths[k] = length;
+        for (int64_t j = 0; j < n; ++j) {
+            const float update = size * a.direction(g[j], exp_avg[j], exp_avg_sq[j], unbias);
+            w[j] = w[j] * shrink - update;
+            length += update * update;
+            updates[j] += update * update;
+            gradients[j] += g[j] * g[j];
         }
+        mine.lengths += std::sqrt(length);
     }
-    add_up(direction, direction_sums);
-    add_up(gradient, gradient_sums);
-    for (int64_t j = 0; j < n; ++j) factors[j] = quotient(direction_sums[j], gradient_sums[j]);
-    const double mean = mean_length(lengths);
+    team.wait();
+    const std::vector<double> all_updates = total(team, &Sums::updates), all_gradients = total(team, &Sums::gradients);
+    double mean = 0;
+    for (int thread = 0; thread < team.size; ++thread) mean += team.sums[thread].lengths / x.r;
+    team.wait();  // until all have read what the next weight overwrites
+    std::vector<float> factors(n);
+    for (int64_t j = 0; j < n; ++j) factors[j] = over_root(std::sqrt(all_updates[j]), all_gradients[j]);
+    std::vector<char> chosen(m);
+    for (int64_t k = 0; k < x.r; ++k) chosen[x.indices[k]] = 1;
     const float* phi = factors.data();
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t i = 0; i < m; ++i) {
+    for (int64_t i = team.begin(m); i < team.end(m); ++i) {
         if (chosen[i]) continue;
-        const float* g = grad + i * n;
-        float* w = weight + i * n;
-        float square = 0;
+        const float* g = x.grad + i * n;
+        float *w = x.weight + i * n, square = 0;
+        prefetch(w, n);
+        prefetch(g + n, n);
 #pragma omp simd reduction(+ : square)
         for (int64_t j = 0; j < n; ++j) square += phi[j] * g[j] * (phi[j] * g[j]);
-        const float step = size * quotient(mean * mean, square);
+        const float step = a.sign * over_root(mean, static_cast<double>(square));
 #pragma omp simd
         for (int64_t j = 0; j < n; ++j) w[j] -= step * (phi[j] * g[j]);
     }
 }
 
-// Columns of a weight (m, n), chosen columns (m, r).
-void columns(float* weight, const float* grad, const Chosen& c, int64_t m, int64_t n, float size, int threads) {
-    std::vector<std::vector<float>> lengths(threads), squares(threads);
-    std::vector<double> length_sums(c.r), square_sums(n);
-    std::vector<float> factors(m), steps(n);
-#pragma omp parallel for schedule(static, 1) num_threads(threads)
-    for (int thread = 0; thread < threads; ++thread) {
-        float* length = (lengths[thread] = std::vector<float>(c.r)).data();
-        float* square = (squares[thread] = std::vector<float>(n)).data();
-        for (int64_t i = m * thread / threads; i < m * (thread + 1) / threads; ++i) {
-            const float* g = grad + i * n;
-            float direction = 0, gradient = 0;
-            for (int64_t j = 0; j < n; j += 16) __builtin_prefetch(g + n + j);  // read out of order just below
-#pragma omp simd reduction(+ : direction, gradient)
-            for (int64_t k = 0; k < c.r; ++k) {
-                const float value = c.direction(i * c.r + k, k), chosen = g[c.indices[k]];
-                direction += value * value;
-                gradient += chosen * chosen;
-                length[k] += value * value;
-            }
-            const float phi = factors[i] = quotient(direction, gradient);
-#pragma omp simd
-            for (int64_t j = 0; j < n; ++j) square[j] += phi * g[j] * (phi * g[j]);
+// Columns of a weight (m, n), chosen columns (m, r): the gradient is read twice, the weight once.
+void columns(const Weight& x, const Coefficients& c, const Adam& a, const Team& team) {
+    const int64_t n = x.total, r = x.r, *indices = x.indices, from = team.begin(x.width), to = team.end(x.width);
+    const float shrink = x.shrink, *size = c.step_size.data(), *unbias = c.unbias.data();
+    Sums& mine = team.sums[team.thread] = {std::vector<float>(r), std::vector<float>(n), 0.0};
+    float *updates = mine.updates.data(), *squares = mine.gradients.data();
+    std::vector<float> compact((to - from) * r), factors(to - from);  // chosen entries: their gradients, then updates
+    const auto gather = [&](int64_t i) {
+        const float* g = x.grad + i * n;
+        float* chosen = compact.data() + (i - from) * r;
+        for (int64_t k = 0; k < r; ++k) chosen[k] = g[indices[k]];
+    };
+    if (from < to) gather(from);
+    for (int64_t i = from; i < to; ++i) {
+        if (i + 1 < to) gather(i + 1);  // a row ahead: what has just been stored is slow to load
+        const float* g = x.grad + i * n;
+        prefetch(g + 2 * n, n);
+        if (x.is_small()) prefetch(x.weight + i * n, n);  // still in cache when its turn comes
+        float *chosen = compact.data() + (i - from) * r, update_sum = 0, gradient_sum = 0;
+        float *exp_avg = x.exp_avg + i * r, *exp_avg_sq = x.exp_avg_sq + i * r;
+#pragma omp simd reduction(+ : update_sum, gradient_sum)
+        for (int64_t k = 0; k < r; ++k) {
+            const float gradient = chosen[k];
+            const float update = size[k] * a.direction(gradient, exp_avg[k], exp_avg_sq[k], unbias[k]);
+            chosen[k] = update;
+            update_sum += update * update;
+            gradient_sum += gradient * gradient;
+            updates[k] += update * update;
         }
+        const float phi = factors[i - from] = over_root(std::sqrt(update_sum), gradient_sum);
+#pragma omp simd
+        for (int64_t j = 0; j < n; ++j) squares[j] += phi * g[j] * (phi * g[j]);
     }
-    add_up(lengths, length_sums);
-    add_up(squares, square_sums);
-    const double mean = mean_length(length_sums);
-    for (int64_t j = 0; j < n; ++j) steps[j] = size * quotient(mean * mean, square_sums[j]);
-    for (int64_t k = 0; k < c.r; ++k) steps[c.indices[k]] = 0;
+    team.wait();
+    const std::vector<double> lengths = total(team, &Sums::updates), all_squares = total(team, &Sums::gradients);
+    team.wait();  // until all have read what the next weight overwrites
+    double mean = 0;
+    for (double square : lengths) mean += std::sqrt(square) / r;
+    std::vector<float> steps(n);
+    for (int64_t j = 0; j < n; ++j) steps[j] = a.sign * over_root(mean, all_squares[j]);
+    for (int64_t k = 0; k < r; ++k) steps[indices[k]] = 0;
     const float* step = steps.data();
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t i = 0; i < m; ++i) {
-        const float phi = factors[i];
-        const float* g = grad + i * n;
-        float* w = weight + i * n;
+    for (int64_t i = from; i < to; ++i) {
+        const float *g = x.grad + i * n, *update = compact.data() + (i - from) * r, phi = factors[i - from];
+        float* w = x.weight + i * n;
 #pragma omp simd
         for (int64_t j = 0; j < n; ++j) w[j] -= step[j] * (phi * g[j]);
+        for (int64_t k = 0; k < r; ++k) w[indices[k]] = w[indices[k]] * shrink - update[k];
     }
 }
 
 }  // namespace
 
-extern "C" void residual(float* weight, const float* grad, const float* exp_avg, const float* exp_avg_sq,
-                         const int64_t* indices, const float* ages, double age, double log_beta1, double log_beta2,
-                         int64_t r, int64_t m, int64_t n, int in_columns, float eps, float size, int threads) {
-    Chosen chosen{exp_avg, exp_avg_sq, indices, {}, {}, r, eps};
-    for (int64_t k = 0; k < r; ++k) {
-        const double t = ages ? ages[k] : age;  // Adam steps of each row, or of all
-        chosen.unbias.push_back(static_cast<float>(1 / -std::expm1(t * log_beta1)));
-        chosen.denominator.push_back(static_cast<float>(std::sqrt(-std::expm1(t * log_beta2))));
-    }
-    if (m * n < 1 << 16) threads = 1;  // starting more would cost more than the arithmetic
-    (in_columns ? columns : rows)(weight, grad, chosen, m, n, size, threads);
+void step_with_residual(const Weight& x, const Coefficients& c, const Adam& a, const Team& team) {
+    (x.in_rows ? rows : columns)(x, c, a, team);
 }

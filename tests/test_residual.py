@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import Parameter
 
 from grass import GrassAdamW
 from grass.memory import state_bytes
+from grass.steps import arithmetic
 from tests.reference import gradients_for, run, uneven_gradients
 
 OPTIONS = dict(lr=1e-2, update_interval=3, selection="multinomial_norm", weight_decay=0.0)
@@ -130,20 +132,38 @@ def test_what_it_does_not_go_with() -> None:
         GrassAdamW([Parameter(torch.ones(4, 4))], rank=2, residual=2)
 
 
+SHAPES = [(9, 12), (31, 7), (1, 5), (64, 257), (300, 257), (257, 300)]
+"""Of weights in one call of the kernel; it shares the last two out over its threads."""
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request) -> Iterator[int]:
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
+
+
+def many_stepped(fused: bool, layout: str, **options) -> list[Tensor]:
+    weights = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in SHAPES]
+    if layout == "column-major":
+        weights = [weight.t().contiguous().t() for weight in weights]
+    parameters = [Parameter(weight) for weight in weights]
+    optimizer = GrassAdamW(parameters, rank=0.3, residual=True, fused=fused, **{**OPTIONS, **options})
+    for gradients in zip(*(uneven_gradients(shape, 7) for shape in SHAPES), strict=True):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
 @pytest.mark.parametrize("policy", ["reset", "bank"])
 @pytest.mark.parametrize("layout", ["row-major", "column-major"])
-@pytest.mark.parametrize("shape", [(9, 12), (31, 7), (1, 5), (64, 257)], ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_compiled_equals_operators(dim: int, shape: tuple[int, int], layout: str, policy: str) -> None:
-    weights = []
-    for fused in (True, False):
-        parameter = Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
-        if layout == "column-major":
-            parameter = Parameter(parameter.detach().t().contiguous().t())
-        options = {**OPTIONS, "rank": 0.3, "dim": dim, "state_policy": policy, "maximize": dim == 1}
-        optimizer = GrassAdamW([parameter], residual=True, fused=fused, **options)
-        for gradient in uneven_gradients(shape, 7):
-            parameter.grad = torch.empty_like(parameter).copy_(gradient)
-            optimizer.step()
-        weights.append(parameter.detach())
-    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)  # float32 sums in another order
+def test_compiled_equals_operators(dim: int, layout: str, policy: str, threads: int, monkeypatch) -> None:
+    options = {"dim": dim, "state_policy": policy, "maximize": dim == 1, "weight_decay": 0.1}
+    theirs = many_stepped(False, layout, **options)
+    monkeypatch.setattr(arithmetic, "step_residual", None)  # not called
+    ours, again = (many_stepped(True, layout, **options) for _ in range(2))
+    for our, same, their in zip(ours, again, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-5)  # float32 sums in another order
+        assert torch.equal(our, same)

@@ -16,23 +16,32 @@ from grass import cpu_kernel, kernels
 from grass.kernels.dispatch import runs_triton, wants_triton
 from grass.steps.group import GroupStep, Numbers, is_half
 from grass.steps.operators import step_by_operators
+from grass.steps.residual import step_residual
 from grass.steps.rows import Rows
 
 
 def step_rows(step: GroupStep, every: list[Rows]) -> None:
-    """Step rows, whose counts include this step, and write them into their weights."""
-    batch, rest = cpu_kernel.Batch(step.group["fused"]), []
+    """Step rows, whose counts include this step, and write them into their weights; then the residuals."""
+    batch, rest, residuals = cpu_kernel.Batch(step.group["fused"]), [], []
     triton: dict[str, bool] = {}
     for rows in every:
         numbers, state = _numbers(step, rows), rows.state
+        moments, at_once = (state["exp_avg"], state["exp_avg_sq"]), type(rows.residual) is Tensor
         if _takes_kernel(step, rows, triton):
             _step_by_kernel(step, rows, numbers)
-        elif rows.scale is not None or not batch.add(
-            rows.weight, rows.indices, rows.dim, rows.grad, rows.values, state["exp_avg"], state["exp_avg_sq"], *numbers
+        elif rows.scale is None and batch.add(
+            rows.weight, rows.indices, rows.dim, rows.grad, rows.values, *moments, *numbers, at_once
         ):
+            if at_once:
+                continue
+        else:
             rest.append((rows, numbers))
+        if rows.residual is not None:
+            residuals.append((rows, numbers))
     batch.run(**step.adam)
     step_by_operators(step, rest)
+    for rows, numbers in residuals:
+        step_residual(step, rows, numbers)
 
 
 def _numbers(step: GroupStep, rows: Rows) -> Numbers:

@@ -11,7 +11,6 @@ from grass.refresh import carry_moments, refresh, refresh_due
 from grass.shards import check_shards, local, row_norms
 from grass.steps.arithmetic import step_rows
 from grass.steps.group import GroupStep, Member, count
-from grass.steps.residual import step_residual
 from grass.steps.rows import Rows
 
 
@@ -25,14 +24,11 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
     ]
     exchange.finish()
     count([member.state for member in stepped])
-    every = [_rows(member) for member in stepped]
+    every = [_rows(member, has_residual(step.group)) for member in stepped]
     if step.group["decay"] == "all":
         for rows in every:
             shrink_(rows.stepped(), step.numbers(rows.state).shrink, step.value_key(rows.index, rows.state))
     step_rows(step, every)
-    if has_residual(step.group):
-        for member, rows in zip(stepped, every, strict=True):
-            step_residual(step, member, rows)
     for member, rows in zip(stepped, every, strict=True):
         if member.parameter.ndim > 2:
             _copy_back(local(member.parameter.detach()), rows.stepped())
@@ -55,10 +51,11 @@ def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: Ban
     return goes_on
 
 
-def _rows(member: Member) -> Rows:
+def _rows(member: Member, residual: bool) -> Rows:
     p, grad, state, position = member
     weight, whole_grad = local(as_matrix(p.detach())), local(as_matrix(grad))
-    return Rows(weight, state["indices"], state.get("row_scale"), state["dim"], whole_grad, None, state, position)
+    selection = state["indices"], state.get("row_scale"), state["dim"]
+    return Rows(weight, *selection, whole_grad, None, state, position, grad if residual else None)
 
 
 def _copy_back(part: Tensor, matrix: Tensor) -> None:

@@ -18,34 +18,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grass import cpu_kernel, kernels
+from grass import kernels
 from grass.functional import StepCoefficients
 from grass.precision import add_product_, read_moments
 from grass.shards import summed
-from grass.steps.group import GroupStep, Member
+from grass.steps.group import GroupStep, Numbers
 from grass.steps.rows import Rows
 
 
-def step_residual(step: GroupStep, member: Member, rows: Rows) -> None:
+def step_residual(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
     """Move the rows of a weight that were not chosen; call it after the chosen ones have been stepped."""
-    numbers, state, group = step.numbers(rows.state), rows.state, step.group
-    size = -numbers.step_size if group["maximize"] else numbers.step_size
-    tensors = rows.stepped(), rows.grad, state["exp_avg"], state["exp_avg_sq"], rows.indices
-    adam = {key: group[key] for key in ("betas", "eps", "fused")}
-    whole = type(member.grad) is Tensor
-    if not (whole and cpu_kernel.add_residual_(*tensors, rows.dim, numbers.row_steps, size, **adam)):
-        _by_operators(step, member, rows, numbers.row_steps, size)
-
-
-def _by_operators(step: GroupStep, member: Member, rows: Rows, row_steps: Tensor | int, size: float) -> None:
+    assert rows.residual is not None
     weight, projector, dim = rows.stepped(), rows.projector(), rows.dim
-    direction = _direction(step, rows, row_steps)
+    direction = _direction(step, rows, numbers.row_steps)
     factors = _quotients(_norms(direction, 1 - dim), _norms(projector.gather(rows.grad), 1 - dim))
     rest = torch.mul(rows.grad, factors.unsqueeze(dim), out=_scratch(step, weight, factors))
     squares = torch.cat([_norms(rest, dim), _norms(direction, dim)]).square()
-    norms = summed(squares, member.grad).sqrt()
+    norms = summed(squares, rows.residual).sqrt()
     lengths, chosen = torch.split(norms, [weight.shape[dim], len(rows.indices)])
     coefficients = _quotients(chosen.mean(), lengths).index_fill(0, rows.indices, 0.0)
+    size = -numbers.step_size if step.group["maximize"] else numbers.step_size
     add_product_(weight, rest, projector.along(coefficients), -size, step.value_key(rows.index, rows.state))
 
 

@@ -23,6 +23,8 @@ class Rows:
         values: the rows as a tensor of their own; ``None`` means the weight's.
         state: with their moments.
         index: of the parameter among all groups.
+        residual: the gradient, placed over the ranks as it is, along which the other rows of the weight move; ``None``:
+            they stay.
     """
 
     weight: Tensor | None
@@ -33,6 +35,7 @@ class Rows:
     values: Tensor | None
     state: State
     index: int
+    residual: Tensor | None = None
 
     def projector(self) -> Projector:
         """The projector onto them."""
