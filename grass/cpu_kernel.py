@@ -26,17 +26,8 @@ from torch import Tensor
 logger = logging.getLogger("grass")
 
 SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernel.cpp", "cpu_residual.cpp", "cpu_kernel.h")]
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp",
-    "-fPIC",
-    "-shared",
-    "-std=c++17",
-)
+ROUNDING = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")  # the same in every loop and on every machine
+FLAGS = ("-O3", "-march=native", *ROUNDING, "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 _WEIGHT = struct.Struct("7P5q3d")  # struct Weight in the source
 
 
@@ -63,6 +54,7 @@ class Batch:
         row_steps: Tensor | int,
         step_size: float,
         shrink: float,
+        *,
         residual: bool = False,
     ) -> bool:
         """Take a weight if its tensors are float32 on the CPU, all row-major or all column-major.

@@ -5,6 +5,8 @@
 :mod:`grass.cpu_kernel`         float32 on the CPU, in one pass: all weights of a group in one call of compiled C++
 :mod:`grass.steps.operators`    everything else, by torch's operators
 ==============================  ===================================================================================
+
+The second also moves the other rows, weight by weight; elsewhere :mod:`grass.steps.residual` does, at the end.
 """
 
 from __future__ import annotations
@@ -26,11 +28,19 @@ def step_rows(step: GroupStep, every: list[Rows]) -> None:
     triton: dict[str, bool] = {}
     for rows in every:
         numbers, state = _numbers(step, rows), rows.state
-        moments, at_once = (state["exp_avg"], state["exp_avg_sq"]), type(rows.residual) is Tensor
+        at_once = type(rows.residual) is Tensor  # all of it is here
         if _takes_kernel(step, rows, triton):
             _step_by_kernel(step, rows, numbers)
         elif rows.scale is None and batch.add(
-            rows.weight, rows.indices, rows.dim, rows.grad, rows.values, *moments, *numbers, at_once
+            rows.weight,
+            rows.indices,
+            rows.dim,
+            rows.grad,
+            rows.values,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            *numbers,
+            residual=at_once,
         ):
             if at_once:
                 continue
