@@ -79,7 +79,7 @@ def _pretrain(out: Path, steps: int, files: Sequence[str]) -> None:
     model = tiny_decoder(tokenizer, max_length=data.train.seq_len)
     interval = max(1, steps // 10)
     config = TrainConfig(
-        out=out / "log", steps=steps, warmup=interval, autocast=True, eval_every=interval, log_every=interval
+        out=out / "log", steps=steps, warmup=interval, autocast=True, eval_every=steps, log_every=interval
     )
     result = Trainer(model, build_optimizer(model, OptimizerConfig(name="adamw", lr=LR)), data, config).run()
     if result.step < steps:

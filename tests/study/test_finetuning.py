@@ -52,8 +52,9 @@ def test_every_method_learns_and_holds_what_it_should(rows, task):
         assert values.keys() == set(COLUMNS) - set(KEY) - {"commit"}
         assert 0 <= float(values["accuracy"]) <= 1
         assert values["tokens"] == adamw["tokens"]
-    for values in (adamw, grass, compact) if task == "instruct" else ():
-        assert curve(values)[-1] < curve(values)[0] - 0.05
+        assert len(set(curve(values))) > 5
+        if task == "instruct":  # twelve docstrings of six packages teach nothing about others
+            assert curve(values)[-1] < curve(values)[0] - 0.05
     assert grass["gradient_bytes"] == adamw["gradient_bytes"]
     assert compact["gradient_bytes"] < 0.7 * adamw["gradient_bytes"]
     assert grass["state_bytes"] == pytest.approx(compact["state_bytes"], rel=0.01)
