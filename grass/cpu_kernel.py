@@ -26,13 +26,13 @@ from torch import Tensor
 logger = logging.getLogger("grass")
 
 SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernel.cpp", "cpu_residual.cpp", "cpu_kernel.h")]
-ROUNDING = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")  # the same in every loop and on every machine
+ROUNDING = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")  # chosen rows round alike in every loop
 FLAGS = ("-O3", "-march=native", *ROUNDING, "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 _WEIGHT = struct.Struct("7P5q3d")  # struct Weight in the source
 
 
 class Batch:
-    """Weights whose chosen rows one call of the kernel steps.
+    """Weights whose chosen rows, and with the residual all rows, one call of the kernel steps.
 
     Args:
         fused: ``None`` takes weights if the kernel can be had, ``True`` insists on it, ``False`` takes none.
