@@ -64,7 +64,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--seq", type=int, default=2048, help="tokens per sequence")
     add("--batch", type=int, default=1, help="sequences per forward")
     add("--dim", type=int, choices=(0, 1), default=1, help="select rows or columns")
-    add("--policy", choices=tuple(POLICIES), default="reset", help="moments at a refresh")
+    add("--policy", choices=tuple(POLICIES), default="bank", help="moments at a refresh")
     add("--moments", choices=tuple(MOMENTS), default="float32", help="of Grass")
     add("--bank-dtype", choices=("float32", "bfloat16"), default="float32", help="of the bank in host memory")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and arithmetic")

@@ -35,7 +35,7 @@ class Setting:
 
     rank: int | float = 256
     dim: int = 1
-    policy: str = "reset"
+    policy: str = "bank"
     moments: str = "float32"
     bank_dtype: torch.dtype = torch.float32
     dtype: torch.dtype = torch.bfloat16

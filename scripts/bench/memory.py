@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--csv", type=Path, default=Path("runs/memory.csv"))
     args = parser.parse_args()
-    setting = Setting(rank=args.rank, seq_len=args.seq_len)
+    setting = Setting(rank=args.rank, seq_len=args.seq_len, policy="reset")  # fake tensors have no host memory
     args.csv.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for size in args.models:

@@ -82,7 +82,7 @@ def training_arguments(cell: Cell, config: FinetuneConfig, out: str) -> Training
         per_device_eval_batch_size=1_000_000,
         warmup_steps=interval,
         lr_scheduler_type="linear",
-        max_grad_norm=1.0,
+        max_grad_norm=cell.clip,
         eval_strategy="steps",
         eval_steps=interval,
         save_strategy="no",

@@ -66,6 +66,7 @@ class Cell:
         seed: of the initial weights (in finetuning a classifier's head alone), the order of the data and the row
             selection.
         optimizer: and its hyperparameters; its own ``seed`` is that of the cell.
+        clip: largest norm of the gradient; 0 does not clip.
     """
 
     task: str = "pretrain"
@@ -73,6 +74,7 @@ class Cell:
     steps: int
     seed: int
     optimizer: OptimizerConfig
+    clip: float = 1.0
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -83,6 +85,8 @@ class Cell:
             raise ValueError(f"Invalid model={self.model} for task={self.task}: finetuning starts from {BASE_MODEL}")
         if self.steps < CURVE_POINTS or self.steps % CURVE_POINTS:
             raise ValueError(f"Invalid steps={self.steps}: must be a positive multiple of {CURVE_POINTS}")
+        if self.clip < 0:
+            raise ValueError(f"Invalid clip={self.clip}: must be >= 0, where 0 does not clip")
         if self.seed != self.optimizer.seed:
             raise ValueError(f"Invalid seed={self.optimizer.seed} of the optimizer in a cell with seed={self.seed}")
 
@@ -91,6 +95,7 @@ class Cell:
         """The learning rate and what differs from the defaults, as in ``"lr=0.003 rank=0.125"``."""
         fields = (field for field in dataclasses.fields(self.optimizer) if field.name not in NOT_SETTINGS)
         values = [(field.name, getattr(self.optimizer, field.name), field.default) for field in fields]
+        values.append(("clip", self.clip, Cell.clip))
         return " ".join(
             f"{name}={_spelled(value)}" for name, value, default in values if name == "lr" or value != default
         )
@@ -151,7 +156,8 @@ def load_grid(path: Path) -> Grid:
     The file has ``model``, ``data`` (of :class:`DataConfig`), ``horizons`` (steps by name), ``methods`` (settings of
     :class:`OptimizerConfig` by name), optionally ``finetuning`` (by task, what differs from :data:`FINETUNING`) and
     ``studies``, a list of mappings: ``name``; ``methods``, names; ``horizon``, a name; ``seeds``; and optionally
-    ``task``, ``model``, ``set`` (settings on top of the methods') and ``vary`` (lists of values; their product is run).
+    ``task``, ``model``, ``set`` (settings on top of the methods', and a cell's ``clip``) and ``vary`` (lists of values;
+    their product is run).
 
     Raises:
         ValueError: a key, name or value is unknown; the message names it.
@@ -177,9 +183,11 @@ def _study(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Study:
     for method, seed in itertools.product(entry["methods"], entry["seeds"]):
         settings = {**_look_up(document["methods"], method, "method"), **entry.get("set", {}), "seed": seed}
         for values in itertools.product(*varied.values()):
-            optimizer = _build(OptimizerConfig, settings | dict(zip(varied, values, strict=True)))
+            chosen = settings | dict(zip(varied, values, strict=True))
+            clip = chosen.pop("clip", Cell.clip)
+            optimizer = _build(OptimizerConfig, chosen)
             task, model = entry.get("task", "pretrain"), entry.get("model", document["model"])
-            cells.append(Cell(task=task, model=model, steps=steps, seed=seed, optimizer=optimizer))
+            cells.append(Cell(task=task, model=model, steps=steps, seed=seed, optimizer=optimizer, clip=clip))
     return Study(name=entry["name"], cells=tuple(cells))
 
 

@@ -25,7 +25,13 @@ def pretrain(cell: Cell, data_config: DataConfig) -> dict[str, Any] | None:
     interval = cell.steps // CURVE_POINTS
     with tempfile.TemporaryDirectory() as out:
         train_config = TrainConfig(
-            out=Path(out), steps=cell.steps, warmup=interval, autocast=True, eval_every=interval, log_every=interval
+            out=Path(out),
+            steps=cell.steps,
+            warmup=interval,
+            clip=cell.clip,
+            autocast=True,
+            eval_every=interval,
+            log_every=interval,
         )
         trainer = Trainer(model, build_optimizer(model, cell.optimizer), data, train_config)
         result = trainer.run()

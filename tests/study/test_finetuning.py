@@ -1,5 +1,6 @@
 """Finetuning cells: every method by the same Trainer, measured on the same held-out examples."""
 
+import dataclasses
 import os
 import signal
 
@@ -100,6 +101,12 @@ def test_the_same_cell_the_same_row(rows, base):
         cell("classify", lr=3e-3, name="grass", update_interval=3, compact=True), CONFIGS["classify"], base
     )
     assert again == rows["classify", "compact"]
+
+
+def test_gradients_far_below_eps_move_nothing(base):
+    unmoved = dataclasses.replace(cell("instruct", lr=3e-3, name="adamw"), clip=1e-12)
+    losses = curve(finetune(unmoved, CONFIGS["instruct"], base))
+    assert max(losses) - min(losses) < 2e-3
 
 
 def test_seeds_differ(rows, base):

@@ -38,6 +38,7 @@ def test_seed_reaches_the_row_selection(grid_file):
         ("short: 10", "short: 15", "steps=15: must be a positive multiple of 10"),
         ("model: 1m", "model: 2m", "Unknown model '2m'; available: 1m"),
         ("eval_blocks", "blocks", "Unknown blocks in DataConfig"),
+        ("lr: 0.01, betas", "clip: -1, betas", "Invalid clip=-1: must be >= 0"),
         ("task: classify", "task: translate", "Unknown task 'translate'; available: pretrain, classify, instruct"),
         ("task: classify", "task: classify, model: 9m", "model=9m for task=classify: finetuning starts from 1m"),
         ("  classify:", "  pretrain:", "Unknown pretrain in finetuning; allowed: classify, instruct"),
@@ -62,3 +63,10 @@ def test_finetuning_data_are_the_defaults_but_for_what_is_changed(grid_file):
 def test_seed_of_cell_and_optimizer_agree():
     with pytest.raises(ValueError, match="seed=1 of the optimizer in a cell with seed=2"):
         Cell(model="1m", steps=10, seed=2, optimizer=OptimizerConfig(seed=1))
+
+
+def test_clip_is_a_setting_of_the_cell(grid_file):
+    grid_file.write_text(grid_file.read_text().replace("set: {lr: 0.01}", "set: {lr: 0.01}, vary: {clip: [1, 0.5]}"))
+    unchanged, clipped = load_grid(grid_file).study("again").cells
+    assert unchanged.settings == "lr=0.01 rank=0.125 update_interval=3"
+    assert clipped.settings == f"{unchanged.settings} clip=0.5"

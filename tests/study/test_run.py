@@ -1,3 +1,4 @@
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -45,6 +46,12 @@ def test_a_cell_trains_and_reports(grid_file):
         curve = [float(values[f"loss_{percent}"]) for percent in range(10, 101, 10)]
         assert 2 < curve[-1] < curve[0] < 6
     assert pretrain(grid.cells[3], grid.data) == grass
+
+
+def test_gradients_far_below_eps_move_nothing(grid_file):
+    grid = load_grid(grid_file)
+    values = pretrain(dataclasses.replace(grid.cells[1], clip=1e-12), grid.data)
+    assert float(values["loss_100"]) == pytest.approx(float(values["loss_10"]), abs=2e-3)
 
 
 def test_finished_cells_are_skipped(tmp_path, grid_file, trained):
