@@ -15,6 +15,7 @@ import yaml
 from grass.training.data import DataConfig
 from grass.training.models import LLAMA_SHAPES
 from grass.training.optimizers import OptimizerConfig
+from prototypes import PrototypeConfig
 
 CURVE_POINTS = 10
 """Evaluations per run, at equal distances."""
@@ -129,7 +130,8 @@ def _study(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Study:
     for method, seed in itertools.product(entry["methods"], entry["seeds"]):
         settings = {**_look_up(document["methods"], method, "method"), **entry.get("set", {}), "seed": seed}
         for values in itertools.product(*varied.values()):
-            optimizer = _build(OptimizerConfig, settings | dict(zip(varied, values, strict=True)))
+            kind = PrototypeConfig if settings["name"] == "prototype" else OptimizerConfig
+            optimizer = _build(kind, settings | dict(zip(varied, values, strict=True)))
             model = entry.get("model", document["model"])
             cells.append(Cell(model=model, steps=steps, seed=seed, optimizer=optimizer))
     return Study(name=entry["name"], cells=tuple(cells))
