@@ -34,6 +34,7 @@ class PrototypeConfig(OptimizerConfig):
         lag: choose rows from the gradient of the step before.
         late_interval: the interval reached at the end, geometrically from ``update_interval``; 0 is constant.
         total_steps: of the run, for ``late_interval``.
+        momentum: of a row chosen again: ``"keep"``, or ``"reset"``: zero, with bias correction from the start.
         nesterov: AdamW's direction looks one step ahead, as NAdam's, in chosen rows.
     """
 
@@ -48,6 +49,7 @@ class PrototypeConfig(OptimizerConfig):
     late_interval: int = 0
     total_steps: int = 540
     nesterov: bool = False
+    momentum: str = "keep"
 
 
 class PrototypeGrass(Optimizer):
@@ -69,7 +71,7 @@ class PrototypeGrass(Optimizer):
                 state["step"] += 1
                 if group["rank"] is None:
                     age = state["step"]
-                    p.sub_(group["lr"] * self._direction(p.grad, state["m"], state["v"], age)[0])
+                    p.sub_(group["lr"] * self._direction(p.grad, state["m"], state["v"], age, age)[0])
                 else:
                     self._projected(p, state, group, index)
                 index += 1
@@ -81,10 +83,12 @@ class PrototypeGrass(Optimizer):
         chose = self._choose(grad, state, group, index)
         rows = state["rows"]
         state["age"][rows] += 1
+        state["age_m"][rows] += 1
         compact = grad[rows]
         m, v = state["m"].movedim(dim, 0), state["v"].movedim(dim, 0)
         m_rows, v_rows = m[rows], v[rows]
-        update, second = self._direction(compact, m_rows, v_rows, state["age"][rows, None], config.nesterov)
+        ages = state["age_m"][rows, None], state["age"][rows, None]
+        update, second = self._direction(compact, m_rows, v_rows, *ages, config.nesterov)
         m[rows], v[rows] = m_rows, v_rows
         size = group["lr"] * (1.0 if config.scale is None else config.scale)
         weight[rows] -= size * update
@@ -110,7 +114,7 @@ class PrototypeGrass(Optimizer):
     def _choose(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any], index: int) -> bool:
         config, size = self.config, len(grad)
         if "age" not in state:
-            state.update(age=torch.zeros(size), idle=torch.zeros(size), refreshes=0, next=1)
+            state.update(age=torch.zeros(size), age_m=torch.zeros(size), idle=torch.zeros(size), refreshes=0, next=1)
             state.update(sum=torch.zeros_like(grad), norms=None, last=None)
         state["idle"] += 1
         if state["step"] > state["next"] - config.sum_steps:
@@ -128,6 +132,11 @@ class PrototypeGrass(Optimizer):
             generator = selection_generator(config.seed, index, state["refreshes"])
             rank = resolve_rank(group["rank"], size)
             rows = select_rows(weights, rank, config.selection, generator).indices
+            if config.momentum == "reset" and "rows" in state:
+                fresh = torch.ones(size, dtype=torch.bool)
+                fresh[state["rows"]] = False
+                state["age_m"][fresh] = 0
+                state["m"].movedim(resolve_dim(config.dim, state["m"]), 0)[fresh] = 0
             state.update(rows=rows, refreshes=state["refreshes"] + 1, next=state["step"] + interval)
         if config.lag:
             state["last"] = grad.clone()
@@ -141,12 +150,12 @@ class PrototypeGrass(Optimizer):
             return interval
         return round(interval * (config.late_interval / interval) ** (state["step"] / config.total_steps))
 
-    def _direction(self, grad: Tensor, m: Tensor, v: Tensor, age: Any, nesterov: bool = False) -> tuple[Tensor, Tensor]:
+    def _direction(self, grad: Tensor, m: Tensor, v: Tensor, age_m: Any, age: Any, nesterov: bool = False) -> tuple[Tensor, Tensor]:
         """AdamW's direction, and the second moment without its bias."""
         beta1, beta2 = self.config.betas
         m.lerp_(grad, 1 - beta1)
         v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        first = m / (1 - beta1**age)
+        first = m / (1 - beta1**age_m)
         if nesterov:
             first = beta1 * first + (1 - beta1) * grad
         second = v / (1 - beta2**age)
