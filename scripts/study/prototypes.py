@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from grass import param_groups
 from grass.hyperparameters import resolve_dim, resolve_rank
+from grass.moment_codes import decode_moment, encode_moment
 from grass.selection import select_rows, selection_generator
 from grass.training.optimizers import OPTIMIZERS, OptimizerConfig
 
@@ -35,6 +36,7 @@ class PrototypeConfig(OptimizerConfig):
         late_interval: the interval reached at the end, geometrically from ``update_interval``; 0 is constant.
         total_steps: of the run, for ``late_interval``.
         momentum: of a row chosen again: ``"keep"``, or ``"reset"``: zero, with bias correction from the start.
+        bank_8bit: moments of rows that leave the selection pass through 8-bit codes.
         nesterov: AdamW's direction looks one step ahead, as NAdam's, in chosen rows.
     """
 
@@ -50,6 +52,7 @@ class PrototypeConfig(OptimizerConfig):
     total_steps: int = 540
     nesterov: bool = False
     momentum: str = "keep"
+    bank_8bit: bool = False
 
 
 class PrototypeGrass(Optimizer):
@@ -132,6 +135,11 @@ class PrototypeGrass(Optimizer):
             generator = selection_generator(config.seed, index, state["refreshes"])
             rank = resolve_rank(group["rank"], size)
             rows = select_rows(weights, rank, config.selection, generator).indices
+            if config.bank_8bit and "rows" in state:
+                gone = torch.tensor(sorted(set(state["rows"].tolist()) - set(rows.tolist())))
+                for key, signed in (("m", True), ("v", False)):
+                    moment = state[key].movedim(resolve_dim(config.dim, state[key]), 0)
+                    moment[gone] = coded(moment[gone], signed)
             if config.momentum == "reset" and "rows" in state:
                 fresh = torch.ones(size, dtype=torch.bool)
                 fresh[state["rows"]] = False
@@ -172,3 +180,9 @@ def build(model: nn.Module, config: Any) -> Optimizer:
 
 
 OPTIMIZERS["prototype"] = build
+
+
+def coded(moment: Tensor, signed: bool) -> Tensor:
+    """What is left of a moment that 8-bit codes have held."""
+    bits = torch.randint(2**32, (moment.numel(),))
+    return decode_moment(*encode_moment(moment.contiguous(), signed, bits), signed)
