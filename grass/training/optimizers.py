@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from grass import GrassAdamW, compact, param_groups
+from grass.hyperparameters import validate
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 """Device types on which torch has a fused AdamW."""
@@ -99,14 +100,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
             raise ValueError(f"Unknown optimizer {self.name!r}; available: {', '.join(OPTIMIZERS)}")
-        if self.lr < 0 or self.weight_decay < 0 or self.eps < 0:
-            raise ValueError(f"Invalid lr={self.lr}, weight_decay={self.weight_decay} or eps={self.eps}: must be >= 0")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"Invalid betas={self.betas}: must be in [0, 1)")
-        if not (self.rank >= 1 if isinstance(self.rank, int) else 0 < self.rank <= 1):
-            raise ValueError(f"Invalid rank={self.rank}: must be an integer >= 1 or a fraction in (0, 1]")
-        if self.update_interval is not None and self.update_interval < 1:
-            raise ValueError(f"Invalid update_interval={self.update_interval}: must be >= 1")
+        validate({**self.common, "rank": self.rank, "dim": self.dim, **self.grass})
         if self.compact and (self.name != "grass" or self.replacement):
             raise ValueError(
                 f"Invalid compact=True with name={self.name}, replacement={self.replacement}: compact mode "

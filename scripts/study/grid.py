@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +54,10 @@ FINETUNING = {
 }
 """Which package a docstring is from; the docstring of a function's signature. An epoch has 83, or 58, steps."""
 TASKS = ("pretrain", *FINETUNING)
+
+GRID_KEYS = {"model", "data", "finetuning", "horizons", "methods", "studies"}
+STUDY_KEYS = {"name", "task", "methods", "horizon", "seeds", "model", "set", "vary"}
+EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,10 +167,10 @@ def load_grid(path: Path) -> Grid:
     Raises:
         ValueError: a key, name or value is unknown; the message names it.
     """
-    document = yaml.safe_load(path.read_text())
-    _check_keys(document, {"model", "data", "finetuning", "horizons", "methods", "studies"}, "the grid")
+    document = yaml.safe_load(path.read_text()) or {}
+    _check_keys(document, GRID_KEYS, "the grid", optional={"finetuning"})
     changed = document.get("finetuning", {})
-    _check_keys(changed, set(FINETUNING), "finetuning")
+    _check_keys(changed, set(FINETUNING), "finetuning", optional=set(FINETUNING))
     finetuning = {
         task: _build(FinetuneConfig, dataclasses.asdict(config) | changed.get(task, {}))
         for task, config in FINETUNING.items()
@@ -175,11 +180,21 @@ def load_grid(path: Path) -> Grid:
 
 
 def _study(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Study:
-    allowed = {"name", "task", "methods", "horizon", "seeds", "model", "set", "vary"}
-    _check_keys(entry, allowed, f"study {entry.get('name')!r}")
+    where = f"study {entry.get('name')!r}"
+    _check_keys(entry, STUDY_KEYS, where, optional={"task", "model", "set", "vary"})
+    lists = {"methods": entry["methods"], "seeds": entry["seeds"], **entry.get("vary", {})}
+    for name, values in lists.items():
+        if not isinstance(values, list):
+            raise ValueError(f"Invalid {name}={values!r} in {where}: must be a list, as in [{values}]")
+    try:
+        return Study(name=entry["name"], cells=tuple(_cells(entry, document)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{error} (in {where})") from error
+
+
+def _cells(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[Cell]:
     steps = _look_up(document["horizons"], entry["horizon"], "horizon")
     varied = entry.get("vary", {})
-    cells = []
     for method, seed in itertools.product(entry["methods"], entry["seeds"]):
         settings = {**_look_up(document["methods"], method, "method"), **entry.get("set", {}), "seed": seed}
         for values in itertools.product(*varied.values()):
@@ -187,19 +202,28 @@ def _study(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Study:
             clip = chosen.pop("clip", Cell.clip)
             optimizer = _build(OptimizerConfig, chosen)
             task, model = entry.get("task", "pretrain"), entry.get("model", document["model"])
-            cells.append(Cell(task=task, model=model, steps=steps, seed=seed, optimizer=optimizer, clip=clip))
-    return Study(name=entry["name"], cells=tuple(cells))
+            yield Cell(task=task, model=model, steps=steps, seed=seed, optimizer=optimizer, clip=clip)
 
 
 def _build(cls: type[Any], settings: Mapping[str, Any]) -> Any:
-    _check_keys(settings, {field.name for field in dataclasses.fields(cls)}, cls.__name__)
-    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
+    fields = {field.name for field in dataclasses.fields(cls)}
+    _check_keys(settings, fields, cls.__name__, optional=fields)
+    return cls(**{name: _value(value) for name, value in settings.items()})
 
 
-def _check_keys(mapping: Mapping[str, Any], allowed: set[str], where: str) -> None:
-    unknown = sorted(mapping.keys() - allowed)
+def _value(value: Any) -> Any:
+    """What YAML means: lists are tuples, and ``1e-3``, which YAML 1.1 takes for a string, is a number."""
+    if isinstance(value, list):
+        return tuple(value)
+    return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
+
+
+def _check_keys(mapping: Mapping[str, Any], allowed: set[str], where: str, *, optional: set[str]) -> None:
+    unknown, missing = sorted(mapping.keys() - allowed), sorted(allowed - optional - mapping.keys())
     if unknown:
         raise ValueError(f"Unknown {', '.join(unknown)} in {where}; allowed: {', '.join(sorted(allowed))}")
+    if missing:
+        raise ValueError(f"No {', '.join(missing)} in {where}")
 
 
 def _look_up(table: Mapping[str, Any], name: str, what: str) -> Any:

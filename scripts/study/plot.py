@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=DIRECTORY.parents[1] / "docs" / "images", help="where plots go")
     args = parser.parse_args(argv)
     directory = args.directory
+    args.out.mkdir(parents=True, exist_ok=True)
     mpl.use("Agg")
     rows, speed = read_cells(directory / "cells.csv"), pd.read_csv(directory / "speed.csv", index_col="method")
     grid = load_grid(directory / "grid.yaml")
@@ -36,16 +37,18 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def plot_sweeps(cells: pd.DataFrame, path: Path) -> None:
-    """Final loss against the learning rate, one line per method."""
+    """Final loss against the learning rate, one line per method and scale."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
     rates = cells["settings"].str.extract(r"lr=(\S+)", expand=False).astype(float)
-    methods = [method_name(*row) for row in cells[["optimizer", "settings"]].itertuples(index=False)]
+    scales = cells["settings"].str.extract(r"scale=(\S+)", expand=False)
+    names = zip(cells["optimizer"], cells["settings"], scales.fillna(""), strict=True)
+    methods = [method_name(*row) + (f", scale {scale}" if scale else "") for *row, scale in names]
     for method, sweep in cells.assign(lr=rates, method=methods).sort_values("lr").groupby("method", sort=False):
         axes.plot(sweep["lr"], sweep[CURVE[-1]], "o-", label=method)
     axes.set(xscale="log", xlabel="learning rate", ylabel="held-out loss, nats per byte")
-    axes.legend()
+    axes.legend(fontsize="small", ncols=2)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 

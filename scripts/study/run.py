@@ -34,16 +34,20 @@ DIRECTORY = Path(__file__).parents[2] / "benchmarks" / "quality"
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", type=Path, default=DIRECTORY / "grid.yaml")
-    parser.add_argument("--results", type=Path, default=DIRECTORY / "cells.csv")
+    parser.add_argument("--results", type=Path, help="default: cells.csv beside the grid")
     parser.add_argument("--locks", type=Path, default=Path("runs/study/locks"), help="where begun cells are marked")
     parser.add_argument("--base", type=Path, default=BASE, help="model to finetune, made if it is not there")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="per process")
     args = parser.parse_args(argv)
+    try:
+        load_grid(args.grid)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     command = [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv), "--workers", "1"]
     others = [subprocess.Popen(command) for _ in range(args.workers - 1)]
     torch.set_num_threads(args.threads)
-    results, unfinished = Results(args.results), False
+    results, unfinished = Results(args.results or args.grid.with_name("cells.csv")), False
     args.locks.mkdir(parents=True, exist_ok=True)
     while not unfinished:
         grid = load_grid(args.grid)

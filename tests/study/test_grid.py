@@ -45,6 +45,12 @@ def test_seed_reaches_the_row_selection(grid_file):
         ("max_length: 16", "length: 16", "Unknown length in FinetuneConfig"),
         ("examples: 12", "examples: 0", "Invalid examples=0: must be >= 1"),
         ("methods:\n", "methodes:\n", "Unknown methodes in the grid"),
+        ("model: 1m\n", "", "No model in the grid"),
+        ("seeds: [0, 1], ", "", "No seeds in study 'final'"),
+        ("seeds: [0, 1]", "seeds: 0", r"Invalid seeds=0 in study 'final': must be a list, as in \[0\]"),
+        ("lr: [0.001, 0.01]", "lr: 0.001", r"Invalid lr=0.001 in study 'learning rate': must be a list"),
+        ("lr: 0.01, betas", "lr: much, betas", r"Invalid lr='much': .* \(in study 'final'\)"),
+        ("lr: 0.01, betas", "selection: topr, betas", r"Unknown selection 'topr'; .* \(in study 'final'\)"),
     ],
 )
 def test_mistakes_are_named(grid_file, found, put, message):
@@ -70,3 +76,8 @@ def test_clip_is_a_setting_of_the_cell(grid_file):
     unchanged, clipped = load_grid(grid_file).study("again").cells
     assert unchanged.settings == "lr=0.01 rank=0.125 update_interval=3"
     assert clipped.settings == f"{unchanged.settings} clip=0.5"
+
+
+def test_exponents_are_numbers(grid_file):
+    grid_file.write_text(grid_file.read_text().replace("lr: [0.001, 0.01]", "lr: [1e-3, 1E-2]"))
+    assert [cell.settings for cell in load_grid(grid_file).cells[:2]] == ["lr=0.001", "lr=0.01"]

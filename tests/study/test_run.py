@@ -15,7 +15,7 @@ from tests.study.conftest import STUDY
 
 
 def command(tmp_path):
-    names = {"--grid": "grid.yaml", "--results": "cells.csv", "--locks": "locks"}
+    names = {"--grid": "grid.yaml", "--locks": "locks"}  # results are beside the grid
     return [part for flag, name in names.items() for part in (flag, str(tmp_path / name))]
 
 
@@ -109,3 +109,10 @@ def test_killed_and_continued(tmp_path, grid_file, base):
     assert len(finished) == 8
     assert finished["accuracy"].notna().tolist() == finished["task"].ne("pretrain").tolist()
     pd.testing.assert_frame_equal(finished.iloc[: len(killed)], killed)
+
+
+def test_a_mistake_in_the_grid_ends_the_command(grid_file, capsys):
+    grid_file.write_text("model: 1m")
+    with pytest.raises(SystemExit):
+        study.main(["--grid", str(grid_file)])
+    assert "No data, horizons, methods, studies in the grid" in capsys.readouterr().err

@@ -105,11 +105,13 @@ def test_missing_peer_says_how_to_install_it(model, name, module, monkeypatch):
     ("settings", "message"),
     [
         ({"name": "sgd"}, "'sgd'; available: adamw, grass, galore, apollo, fira, adafactor, adamw8bit"),
-        ({"lr": -1.0}, "lr=-1.0.*must be >= 0"),
-        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\): must be in \[0, 1\)"),
+        ({"lr": -1.0}, "lr=-1.0: must be a finite number .*>= 0"),
+        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\): must be two numbers in \[0, 1\)"),
         ({"rank": 0}, "rank=0: must be an integer >= 1"),
         ({"rank": 1.5}, r"rank=1.5: must be .* fraction in \(0, 1\]"),
-        ({"update_interval": 0}, "update_interval=0: must be >= 1"),
+        ({"update_interval": 0}, "update_interval=0: must be an integer >= 1"),
+        ({"selection": "topr"}, "Unknown selection 'topr'; available: top_r"),
+        ({"state_policy": "banks"}, "state_policy='banks': must be one of 'reset'"),
     ],
     ids=str,
 )
