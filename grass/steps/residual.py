@@ -12,8 +12,8 @@ row has its length set, as AdamW does for the rows that it has moments of; ``doc
 
 By torch's operators, with one temporary ``(m, n)``; what :class:`grass.cpu_kernel.Batch` takes it moves in the call
 that steps the chosen rows. Floor there, ``dim=1``, float32: ``G`` read twice, ``W`` and both moments read and written
-once, ``16mn + 16mr`` bytes, where AdamW moves ``28mn`` (``dim=0`` reads ``G`` once). LLaMA 350m at r = 1/8 took 110 ms;
-its floor at the rate of torch's fused AdamW (167 ms) is 107 (``benchmarks/optimizer_step_dense.csv``).
+once, ``16mn + 16mr`` bytes, where AdamW moves ``28mn`` (``dim=0`` reads ``G`` once). LLaMA 350m at r = 1/8 took 90 ms;
+its floor at the rate of torch's fused AdamW (116 ms) is 75 (``benchmarks/optimizer_step.csv``).
 """
 
 from __future__ import annotations
