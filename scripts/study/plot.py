@@ -37,18 +37,17 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def plot_sweeps(cells: pd.DataFrame, path: Path) -> None:
-    """Final loss against the learning rate, one line per method and scale."""
+    """Final loss against the learning rate, one line per method: at each rate that of its best ``scale``."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
     rates = cells["settings"].str.extract(r"lr=(\S+)", expand=False).astype(float)
-    scales = cells["settings"].str.extract(r"scale=(\S+)", expand=False)
-    names = zip(cells["optimizer"], cells["settings"], scales.fillna(""), strict=True)
-    methods = [method_name(*row) + (f", scale {scale}" if scale else "") for *row, scale in names]
-    for method, sweep in cells.assign(lr=rates, method=methods).sort_values("lr").groupby("method", sort=False):
-        axes.plot(sweep["lr"], sweep[CURVE[-1]], "o-", label=method)
+    methods = [method_name(*row) for row in cells[["optimizer", "settings"]].itertuples(index=False)]
+    for method, sweep in cells.assign(lr=rates, method=methods).groupby("method", sort=False):
+        best = sweep.groupby("lr")[CURVE[-1]].min()
+        axes.plot(best.index, best, "o-", label=method)
     axes.set(xscale="log", xlabel="learning rate", ylabel="held-out loss, nats per byte")
-    axes.legend(fontsize="small", ncols=2)
+    axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
