@@ -100,7 +100,9 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
             raise ValueError(f"Unknown optimizer {self.name!r}; available: {', '.join(OPTIMIZERS)}")
-        validate({**self.common, "rank": self.rank, "dim": self.dim, **self.grass})
+        if not (self.rank >= 1 if isinstance(self.rank, int) else 0 < self.rank <= 1):
+            raise ValueError(f"Invalid rank={self.rank}: must be an integer >= 1 or a fraction in (0, 1]")
+        validate({**self.common, "dim": self.dim, **self.grass})
         if self.compact and (self.name != "grass" or self.replacement):
             raise ValueError(
                 f"Invalid compact=True with name={self.name}, replacement={self.replacement}: compact mode "
