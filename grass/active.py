@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grass.exploration import draw_explored, reach
 from grass.layers import LAYERS, CompactLayer
 from grass.moments import State, shared_steps
 from grass.ranks import Ranks
 from grass.refresh import Carry, refresh
-from grass.selection import selection_generator
+from grass.selection import needs_norms, selection_generator
 from grass.shards import check_shards
 
 
-def layers_by_parameter() -> dict[int, CompactLayer]:
-    """Every converted layer alive by the ``id`` of its active rows, as of now: wrappers may swap parameters."""
-    return {id(layer._parameters["active"]): layer for layer in LAYERS}  # past __getattr__, which is slow
+def layers_of(parameters: Iterable[Tensor]) -> list[CompactLayer]:
+    """The converted layers whose active rows are among these parameters, found among all layers alive.
+
+    Hold on to the result: the search takes time in proportion to all layers alive, and the layers know their
+    parameters also after a wrapper has replaced these.
+    """
+    held = {id(p) for p in parameters}
+    return [layer for layer in LAYERS if id(layer._parameters.get("active")) in held]
+
+
+def by_active_rows(layers: Iterable[CompactLayer]) -> dict[int, CompactLayer]:
+    """Layers by the ``id`` of their active rows, as of now: wrappers may replace parameters between two steps."""
+    return {id(layer._parameters["active"]): layer for layer in layers}  # past __getattr__, which is slow
 
 
 def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
@@ -43,6 +55,13 @@ def reserve_rows(state: State, layer: CompactLayer) -> None:
         state["active"] = torch.empty(0)
 
 
+def resume(layer: CompactLayer, state: State, values: Tensor | None, group: dict[str, Any], index: int) -> None:
+    """Bring a layer to the rows that a loaded state was saved with; ``values`` as in :meth:`CompactLayer.restore`."""
+    layer.restore(state["indices"], explored_rows(layer, state, group, index), values)
+    reserve_rows(state, layer)
+    arm(layer, state, group)
+
+
 def gathered_norms(layers: list[CompactLayer], ranks: Ranks) -> list[Tensor]:
     """Stop gathering sketches; returns the row norms of each, averaged over the ranks before.
 
@@ -53,20 +72,54 @@ def gathered_norms(layers: list[CompactLayer], ranks: Ranks) -> list[Tensor]:
     return [torch.linalg.vector_norm(s if s.isfinite().all() else torch.zeros_like(s), dim=1) for s in sketches]
 
 
+def norms_for(layers: list[CompactLayer], group: dict[str, Any], ranks: Ranks) -> list[Tensor]:
+    """Norms for a selection in each layer: from its sketch, or ones for a rule that does not read them."""
+    if needs_norms(group["selection"]):
+        norms = gathered_norms(layers, ranks)
+        for layer, layer_norms in zip(layers, norms, strict=True):
+            layer.norms = layer_norms
+        return norms
+    return [torch.ones(layer.shape[layer.dim]) for layer in layers]
+
+
 def choose_rows(
     layer: CompactLayer, norms: Tensor, state: State, carry: Carry, group: dict[str, Any], index: int
 ) -> None:
-    """Let the gradient norms of the step just done decide the rows from the next step on."""
-    layer.norms = norms
-    refresh(state, carry, norms, layer.dim, layer.selected.numel(), group, index)
+    """Select the rows that train from the next step on."""
+    refresh(state, carry, norms, layer.dim, layer.rank, group, index)
     if "row_scale" in state:
         raise ValueError(f"selection={group['selection']!r} scales or repeats rows: not for compact mode")
+    state["indices"] = state["indices"].to(layer.chosen.device)
     layer.select(state["indices"])
 
 
+def explored_rows(layer: CompactLayer, state: State, group: dict[str, Any], index: int) -> Tensor | None:
+    """The rows that a layer explores in the coming step; ``None`` for those that its conversion drew."""
+    count = layer.chosen.numel() - layer.rank
+    if not count or not state["step"]:
+        return None
+    return draw_explored(state["indices"], layer.shape[layer.dim], count, group["seed"], index, state["step"])
+
+
+def reach_of(layer: CompactLayer) -> float:
+    """How much farther explored rows move than selected ones; 0 without explored rows."""
+    count = layer.chosen.numel() - layer.rank
+    return reach(layer.shape[layer.dim], layer.rank, count) if count else 0.0
+
+
+def prepare(layer: CompactLayer, state: State, group: dict[str, Any], index: int) -> None:
+    """Make a stepped and written-back layer ready for the next forward: other explored rows, a sketch if one is due."""
+    explored = explored_rows(layer, state, group, index)
+    if explored is not None:
+        layer.explore(explored)
+    layer.mark_synced()
+    arm(layer, state, group)
+
+
 def arm(layer: CompactLayer, state: State, group: dict[str, Any]) -> None:
-    """Have the layer gather a sketch if the coming step is one that ends in a refresh."""
-    if layer.sketch is None and shared_steps(state) + 1 >= group["update_interval"]:
+    """Gather a sketch in the coming step if it ends in a refresh whose rule reads norms."""
+    due = shared_steps(state) + 1 >= group["update_interval"]
+    if due and layer.sketch is None and needs_norms(group["selection"]):
         width = layer.shape[1 - layer.dim]
         exact = group["refresh"] == "exact" or group["sketch_size"] >= width
         generator = selection_generator(group["seed"], -width, state["refreshes"])

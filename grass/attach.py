@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from grass.active import adopt, arm, choose_rows, gathered_norms, layers_by_parameter
+from grass.active import adopt, arm, choose_rows, layers_of, norms_for, prepare, reach_of, resume
 from grass.hyperparameters import validate
 from grass.layers import CompactLayer
 from grass.moments import State, source_rows
@@ -17,6 +17,8 @@ from grass.precision import rounding_key
 from grass.projector import Projector
 from grass.ranks import Ranks
 from grass.refresh import Carry, refresh_due
+from grass.shards import local
+from grass.steps.explored import explored_directions
 
 
 def attach(
@@ -40,6 +42,9 @@ def attach(
 
     Per-row state of the optimizer (every state tensor of the shape of the active rows) is zeroed at a refresh
     (``state_policy="reset"``), or kept for rows chosen again (``"keep"``). The optimizer's own step counts go on.
+
+    Explored rows (:mod:`grass.exploration`) move as far as the optimizer moves selected rows, in the direction of their
+    gradient, not by the optimizer's rule. Its state for them is zeroed in each step.
 
     Args:
         optimizer: holds the active rows of ``model``, all or some.
@@ -97,64 +102,91 @@ class Attachment:
             raise ValueError(
                 f"{type(optimizer).__name__} holds no active rows of the model; call grass.compact() first"
             )
-        if held & layers_by_parameter().keys() != {id(layer.active) for layer in self.layers.values()}:
+        if len(layers_of(p for g in optimizer.param_groups for p in g["params"])) != len(self.layers):
             raise ValueError(f"{type(optimizer).__name__} holds active rows of layers outside of the model too")
         self.states: dict[str, State] = {}
         for name, layer in self.layers.items():
             self.states[name] = adopt(layer, {}, lambda old, new: None)
             arm(layer, self.states[name], group)
         optimizer.writes_back_active_rows = True  # type: ignore[attr-defined]
-        self._hook = optimizer.register_step_post_hook(self._after_step)
+        self._before: dict[str, Tensor] = {}
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
 
     def detach(self) -> None:
         """Stop serving the optimizer."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         del self.optimizer.writes_back_active_rows  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, State]:
         """Selections and their ages: tensors and plain numbers, by layer name."""
         return {
-            name: {**state, "active": self.layers[name].active.detach().clone()} for name, state in self.states.items()
+            name: {**state, "active": self.layers[name].selected_part(self.layers[name].active.detach()).clone()}
+            for name, state in self.states.items()
         }
 
     def load_state_dict(self, state_dict: dict[str, State]) -> None:
         """Continue from :meth:`state_dict`."""
         if state_dict.keys() != self.layers.keys():
             raise ValueError(f"State for the layers {sorted(state_dict)}, but attached to {sorted(self.layers)}")
+        for index, (name, layer) in enumerate(self.layers.items()):
+            state = self.states[name] = dict(state_dict[name])
+            resume(layer, state, state.pop("active"), self.group, index)
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for name, layer in self.layers.items():
-            state = dict(state_dict[name])
-            layer.restore(state["indices"], state.pop("active"))
-            self.states[name] = state
-            arm(layer, state, self.group)
+            layer.sync()
+            if reach_of(layer):
+                self._before[name] = layer.rows().clone()
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ranks = Ranks.of(self.process_group)
         for index, (name, layer) in enumerate(self.layers.items()):
             self.states[name]["step"] += 1
+            if name in self._before and layer.active.grad is not None:
+                self._explore(layer, self._before.pop(name), optimizer.state.get(layer.active, {}))
             layer.write_back(rounding_key(self.group, index, self.states[name]["step"]))
         due = {name: layer for name, layer in self.layers.items() if refresh_due(self.states[name], self.group)}
-        norms = dict(zip(due, gathered_norms(list(due.values()), ranks), strict=True))
+        norms = dict(zip(due, norms_for(list(due.values()), self.group, ranks), strict=True))
         for index, (name, layer) in enumerate(self.layers.items()):
             if name in due:
                 carry = self._carry(optimizer.state.get(layer.active, {}), layer)
                 choose_rows(layer, norms[name], self.states[name], carry, self.group, index)
-            arm(layer, self.states[name], self.group)
+            prepare(layer, self.states[name], self.group, index)
         ranks.verify_selection([layer.selected for layer in due.values()])
+
+    def _explore(self, layer: CompactLayer, before: Tensor, rows_state: State) -> None:
+        """Move explored rows by :mod:`grass.exploration`, not by the optimizer, whose state for them is dropped."""
+        assert layer.active.grad is not None
+        grad, rows = local(layer.active.grad), layer.rows()
+        update = layer.selected_part(before) - layer.selected_part(rows)
+        like = layer.explored_part(layer.active.grad)
+        unit, lengths = explored_directions(update, layer.selected_part(grad), local(like), layer.dim, like)
+        moved = unit * lengths.unsqueeze(1 - layer.dim) * reach_of(layer)
+        layer.explored_part(rows).copy_(layer.explored_part(before) - moved)
+        for value in rows_state.values():
+            if isinstance(value, Tensor) and value.shape == layer.active.shape:
+                layer.explored_part(local(value)).zero_()
 
     def _carry(self, rows_state: State, layer: CompactLayer) -> Carry:
         """The state policy on whatever the optimizer keeps in the shape of the active rows."""
 
         def carry(old: Projector | None, new: Projector) -> None:
             shape = layer.active.shape
-            for key, value in rows_state.items():
+            for value in rows_state.values():
                 if not isinstance(value, Tensor) or value.shape != shape:
                     continue
+                selected = layer.selected_part(value)
                 if self.group["state_policy"] == "reset" or old is None:
-                    value.zero_()
+                    selected.zero_()
                 else:
                     kept, source = source_rows(old, new, layer.shape[new.dim])
-                    rows = Projector(source, None, new.dim).gather(value)
-                    rows_state[key] = torch.where(new.along(kept), rows, 0.0)
+                    rows = Projector(source, None, new.dim).gather(selected)
+                    selected.copy_(torch.where(new.along(kept), rows, 0.0))
 
         return carry

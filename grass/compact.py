@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from grass.active import gathered_norms
+from grass.exploration import draw_explored, resolve_explore
 from grass.groups import Targets, matched_modules
 from grass.hyperparameters import check_value, resolve_rank
 from grass.int8 import Int8Linear
 from grass.layers import LAYERS, CompactLayer, CompactLinear
-from grass.projector import Projector
 from grass.ranks import Ranks
-from grass.selection import select_rows, selection_generator
+from grass.readers import weights_read_directly
+from grass.selection import select_rows
 
 logger = logging.getLogger("grass")
 
@@ -28,6 +30,7 @@ def compact(
     model: nn.Module,
     *,
     rank: int | float,
+    explore: int | float | None = None,
     dim: int = 1,
     targets: Targets = None,
     exclude: Targets = (),
@@ -38,20 +41,23 @@ def compact(
 ) -> list[str]:
     """Convert linear layers in place: freeze their weights and make the selected rows of each a parameter.
 
-    Call it before the optimizer is built and before DDP, ``fully_shard`` or ``torch.compile``. What trains is then
-    ``layer.active``, ``(r, n)`` for ``dim=0`` and ``(m, r)`` for ``dim=1``; the gradient of the full weight is never
-    formed. ``model.state_dict()`` stays that of the plain model. The first rows are drawn uniformly with ``seed``.
+    Call it before the optimizer is built and before DDP, ``fully_shard`` or ``torch.compile``. Then ``layer.active``
+    trains: ``r`` selected rows with optimizer state and ``q`` explored rows without (:mod:`grass.exploration`). It is
+    ``(r + q, n)`` for ``dim=0`` and ``(m, r + q)`` for ``dim=1``. The gradient of the full weight is never formed.
+    ``model.state_dict()`` stays that of the plain model. The first rows are drawn uniformly with ``seed``.
 
-    Layers are passed over, with a log message, whose weight is shared with another module, already frozen, or which are
-    no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by PEFT). A layer converted before with the same rank and
-    dim stays as it is.
+    A layer is passed over, with a log message, if its weight is shared with another module, is frozen, or is read by
+    the enclosing module itself, and if it is no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by PEFT). A layer
+    that was converted before with the same rank, explore and dim stays as it is.
 
     Weights are stored so that the selected dimension is contiguous in memory: for ``dim=1`` an ``nn.Linear`` weight
     becomes a transposed view, of the same shape and values.
 
     Args:
         model: any module.
-        rank: rows to train per weight, an integer or a fraction of the selected dimension.
+        rank: rows with optimizer state per weight, an integer or a fraction of the selected dimension.
+        explore: other rows that move in each step, a count or a fraction of the selected dimension, cut to the rows that
+            are left; 0 for none. ``None`` explores as many rows as are selected.
         dim: 0 selects rows (output features), 1 columns (input features; these also save activation memory).
         targets: as in :func:`grass.matched_modules`.
         exclude: likewise; what matches both is left out.
@@ -68,10 +74,11 @@ def compact(
         The names of the converted layers.
 
     Raises:
-        ValueError: nothing matches or nothing can be converted; a rank beyond a dimension; a layer was converted before
-            with another rank or dim. The model is then as it was.
+        ValueError: nothing matches or nothing can be converted; rank and explore beyond a dimension; a layer was
+            converted before with other values. The model is then as it was.
     """
     check_value("rank", rank)
+    check_value("explore", explore)
     if rank is None or dim not in (0, 1):
         raise ValueError(
             f"Invalid {rank=} or {dim=}: compact mode needs a rank, and dim must be 0 (rows) or 1 (columns)"
@@ -81,16 +88,18 @@ def compact(
     if weights not in (None, "int8"):
         raise ValueError(f"Invalid {weights=}: must be 'int8', or None for the weights as they are")
     layers = {name: model.get_submodule(name) for name in matched_modules(model, targets, exclude)}
+    readers = weights_read_directly(model)
     ranks = {
-        name: _checked_rank(name, layer, rank, dim, weights)
+        name: _checked_ranks(name, layer, rank, explore, dim, weights)
         for name, layer in layers.items()
-        if convertible(name, layer)
+        if convertible(name, layer, readers)
     }
     if not ranks:
         raise ValueError(f"None of the layers matched can be converted: {', '.join(layers)}")
-    for index, (name, layer_rank) in enumerate(ranks.items()):
+    for index, (name, layer_ranks) in enumerate(ranks.items()):
         if not isinstance(layers[name], CompactLayer):
-            _convert(layers[name], layer_rank, dim, dtype, weights, selection_generator(seed, index, 0))
+            _convert(layers[name], *layer_ranks, dim, dtype, weights, (seed, index))
+            layers[name].label = name
     _watch_optimizers()
     if calibration is not None:
         calibrate(model, calibration)
@@ -106,9 +115,10 @@ def expand(model: nn.Module) -> list[str]:
             names.append(name)
             LAYERS.discard(layer)
             layer.unconvert()
-            for attribute in ("active", "selected", "dim", "sketch", "signs"):
+            for attribute in ("active", "chosen", "dim", "sketch", "signs"):
                 delattr(layer, attribute)
-            layer.__dict__.pop("norms", None)
+            for attribute in CONVERSION_ATTRIBUTES:
+                layer.__dict__.pop(attribute, None)
             object.__setattr__(layer, "__class__", layer.plain_class)
             layer.weight.data = layer.weight.data.contiguous()
             layer.weight.requires_grad_(True)
@@ -134,13 +144,29 @@ def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
         norms = gathered_norms(layers, Ranks.of(None))
     for layer, layer_norms in zip(layers, norms, strict=True):
         if layer_norms.any():
-            layer.select(select_rows(layer_norms, layer.selected.numel()).indices)
+            layer.select(select_rows(layer_norms, layer.rank).indices)
+            layer.explore(first_explored(layer))
 
 
-def convertible(name: str, layer: Any) -> bool:
-    """Whether :func:`compact` converts a layer that matches, or did; says why where it does not."""
+def first_explored(layer: CompactLayer) -> Tensor:
+    """The rows that a layer explores before its first step."""
+    seed, place = layer.first_draw
+    return draw_explored(layer.selected, layer.shape[layer.dim], layer.explored.numel(), seed, place, 0)
+
+
+def convertible(name: str, layer: Any, readers: Mapping[str, str] = MappingProxyType({})) -> bool:
+    """Whether :func:`compact` converts a layer that matches, or did; logs the reason where it does not.
+
+    Args:
+        name: of the layer.
+        layer: the module.
+        readers: which class reads the weight of a layer itself, by the layer's name (:func:`weights_read_directly`).
+    """
     if isinstance(layer, CompactLayer):
         return True
+    if name in readers:
+        logger.warning("Grass passes over %s: %s reads its weight without calling it", name, readers[name])
+        return False
     if _compact_class(layer) is None:
         logger.warning("Grass passes over %s: %s is no plain linear layer", name, type(layer).__name__)
         return False
@@ -153,35 +179,52 @@ def convertible(name: str, layer: Any) -> bool:
     return True
 
 
-def _checked_rank(name: str, layer: Any, rank: int | float, dim: int, weights: str | None) -> int:
+def _checked_ranks(
+    name: str, layer: Any, rank: int | float, explore: int | float | None, dim: int, weights: str | None
+) -> tuple[int, int]:
+    """How many rows a layer selects and explores."""
     cls: Any = type(layer) if isinstance(layer, CompactLayer) else _compact_class(layer)
     size = layer.weight.shape[dim ^ cls.stores_transposed]
     resolved = resolve_rank(rank, size)
     if resolved > size:
         raise ValueError(f"Invalid {rank=}: must be a fraction in (0, 1] or an integer up to {size} ({name}, {dim=})")
+    explored = resolve_explore(explore, resolved, size)
+    if resolved + explored > size:
+        raise ValueError(f"Invalid {explore=}: must be a fraction or an integer up to {size - resolved} ({name}, {dim=})")
     if isinstance(layer, CompactLayer):
-        was, asked = (layer.selected.numel(), layer.dim, layer.weights), (resolved, dim, weights)
+        was = layer.rank, layer.explored.numel(), layer.dim, layer.weights
+        asked = resolved, explored, dim, weights
         if was != asked:
-            given, now = ("rank={}, dim={}, weights={!r}".format(*values) for values in (was, asked))
+            given, now = ("rank={}, explore={}, dim={}, weights={!r}".format(*values) for values in (was, asked))
             raise ValueError(f"{name} was converted with {given}, not {now}; call grass.expand(model) first")
-    return resolved
+    return resolved, explored
 
 
 def _convert(
-    layer: Any, rank: int, dim: int, dtype: torch.dtype | None, weights: str | None, generator: torch.Generator
+    layer: Any,
+    rank: int,
+    explored: int,
+    dim: int,
+    dtype: torch.dtype | None,
+    weights: str | None,
+    first_draw: tuple[int, int],
 ) -> None:
     """Turn a plain layer into its :class:`CompactLayer`, keeping the module and its weight parameter."""
     layer.weight.requires_grad_(False)
     layer.__class__ = _compact_class(layer, weights)
     matrix = layer.matrix().transpose(0, dim).contiguous().transpose(0, dim)
-    indices = select_rows(torch.ones(matrix.shape[dim]), rank, "uniform", generator).indices.to(matrix.device)
-    rows = Projector(indices, None, dim).gather(matrix)
-    layer.dim, layer.sketch, layer.signs = dim, None, None
-    layer.register_buffer("selected", indices, persistent=False)
+    layer.rank, layer.dim, layer.sketch, layer.signs, layer.first_draw = rank, dim, None, None, first_draw
+    layer.register_buffer("chosen", torch.empty(rank + explored, dtype=torch.int64, device=matrix.device), persistent=False)
+    layer.chosen.copy_(layer.draw_first())
+    rows = layer.active_projector().gather(matrix)
     layer.active = nn.Parameter(rows.to(dtype or (torch.float32 if weights else matrix.dtype)))
     layer.store(matrix)
+    layer.mark_synced()
     LAYERS.add(layer)
 
+
+CONVERSION_ATTRIBUTES = ("norms", "selections", "first_draw", "label", "rank", "owner", "_synced", "_sharded")
+"""What a conversion or training leaves in a layer's ``__dict__``, beside parameters and buffers."""
 
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
@@ -196,7 +239,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for layer in LAYERS:
-        active, weight = layer._parameters["active"], layer._parameters["weight"]  # past slow __getattr__
+        active, weight = layer._parameters.get("active"), layer._parameters.get("weight")  # past slow __getattr__
         if id(active) not in held and id(weight) in held:
             raise RuntimeError(
                 "This optimizer was built before grass.compact() converted the model and holds none of its active "

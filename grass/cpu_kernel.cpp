@@ -72,8 +72,8 @@ void step_columns(const Weight& x, const Coefficients& c, const Adam& a, const T
 
 void step_one(const Weight& x, const Adam& a, const Team& team) {
     const Coefficients c(x, a);
-    if (x.residual)
-        step_with_residual(x, c, a, team);
+    if (x.explores)
+        step_and_explore(x, c, a, team);
     else if (x.in_rows)
         x.values ? step_rows<true>(x, c, a, team) : step_rows<false>(x, c, a, team);
     else

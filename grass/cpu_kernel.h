@@ -1,23 +1,29 @@
-// What cpu_kernel.cpp and cpu_residual.cpp share: a weight to step, AdamW's arithmetic on one entry, and who does what.
+// What cpu_kernel.cpp and cpu_explored.cpp share: a weight to step, AdamW's arithmetic on one entry, and who does what.
 
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <vector>
 
-// What _WEIGHT in cpu_kernel.py packs. Chosen are r of `total` rows of `width` values; without `in_rows`, r of `total`
-// columns of row-major matrices `width` high. With `values` these are stepped, and copied into `weight` unless it is
-// null, and grad is compact; otherwise weight and grad are whole.
+// What _WEIGHT in cpu_kernel.py packs. Selected are r of `total` rows of `width` values; without `in_rows`, r of `total`
+// columns of row-major matrices `width` high. With `values` these are stepped and copied into `weight`, unless it is null,
+// and grad is compact; otherwise weight and grad are whole. If it `explores`, the q rows `explored` move too, null: all
+// that are not selected; with `values` these and their gradients are matrices of their own.
 struct Weight {
     float* weight;
     const float* grad;
     float *values, *exp_avg, *exp_avg_sq;
     const int64_t* indices;
     const float* ages;  // Adam steps of each row; null: `age` for all
-    int64_t r, width, total, in_rows, residual;
-    double age, step_size, shrink;
+    const int64_t* explored;
+    const float* explored_grad;
+    float* explored_values;
+    int64_t r, width, total, in_rows, explores, q;
+    double reach, age, step_size, shrink;
 
-    bool is_small() const { return (residual ? total : r) * width < 1 << 16; }  // one thread's, in its cache
+    bool is_small() const {  // one thread's, in its cache
+        return (explores && !explored ? total : r + q) * width < 1 << 16;
+    }
 };
 
 struct Adam {
@@ -76,4 +82,4 @@ inline void prefetch(const float* line, int64_t count) {
     for (int64_t j = 0; j < count; j += 16) __builtin_prefetch(line + j);
 }
 
-void step_with_residual(const Weight& x, const Coefficients& c, const Adam& a, const Team& team);
+void step_and_explore(const Weight& x, const Coefficients& c, const Adam& a, const Team& team);

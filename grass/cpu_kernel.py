@@ -19,20 +19,24 @@ import struct
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from grass.steps.rows import Explored
+
 logger = logging.getLogger("grass")
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernel.cpp", "cpu_residual.cpp", "cpu_kernel.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernel.cpp", "cpu_explored.cpp", "cpu_kernel.h")]
 ROUNDING = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")  # chosen rows round alike in every loop
 FLAGS = ("-O3", "-march=native", *ROUNDING, "-fopenmp", "-fPIC", "-shared", "-std=c++17")
-_WEIGHT = struct.Struct("7P5q3d")  # struct Weight in the source
+_WEIGHT = struct.Struct("10P6q4d")  # struct Weight in the source
 
 
 class Batch:
-    """Weights whose chosen rows, and with the residual all rows, one call of the kernel steps.
+    """Weights whose selected and explored rows one call of the kernel steps.
 
     Args:
         fused: ``None`` takes weights if the kernel can be had, ``True`` insists on it, ``False`` takes none.
@@ -55,21 +59,25 @@ class Batch:
         step_size: float,
         shrink: float,
         *,
-        residual: bool = False,
+        explored: Explored | None = None,
     ) -> bool:
         """Take a weight if its tensors are float32 on the CPU, all row-major or all column-major.
 
         The arguments are those of :func:`grass.kernels.compact_adamw_`, ``values`` its ``rows``; with these ``weight``
-        may be ``None``, without them the rows that are not chosen may move too (:mod:`grass.steps.residual`). Tensors
-        must live until :meth:`run`.
+        may be ``None``. Rows that are ``explored`` move too (:mod:`grass.exploration`); active ones only if the values
+        of a row are neighbours in memory. Tensors must live until :meth:`run`.
 
         Raises:
             RuntimeError: ``fused=True``, and there is no compiler or it fails.
         """
-        transposed = _layout([t for t in (weight, grad, values, exp_avg, exp_avg_sq) if t is not None], self._fused)
+        own = (None, None) if explored is None or values is None else (explored.grad, explored.values)
+        tensors = [t for t in (weight, grad, values, exp_avg, exp_avg_sq, *own) if t is not None]
+        transposed = _layout(tensors, self._fused)
         if transposed is None:
             return False
         in_rows = dim == transposed  # the values of a row are neighbours in memory
+        if explored is not None and values is not None and not in_rows:
+            return False
         self._weights.append(
             _WEIGHT.pack(
                 _address(weight),
@@ -79,11 +87,16 @@ class Batch:
                 exp_avg_sq.data_ptr(),
                 indices.data_ptr(),
                 row_steps.data_ptr() if isinstance(row_steps, Tensor) else 0,
+                0 if explored is None else _address(explored.indices),
+                _address(own[0]),
+                _address(own[1]),
                 exp_avg.shape[dim],
                 exp_avg.shape[1 - dim],
                 exp_avg.shape[dim] if weight is None else weight.shape[dim],
                 in_rows,
-                residual,
+                explored is not None,
+                0 if explored is None or explored.indices is None else explored.indices.numel(),
+                0.0 if explored is None else explored.reach,
                 0 if isinstance(row_steps, Tensor) else row_steps,
                 step_size,
                 shrink,

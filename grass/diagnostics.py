@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from grass.active import layers_by_parameter
+from grass.active import by_active_rows, layers_of
 from grass.hyperparameters import as_matrix, is_projected
 from grass.layers import CompactLayer
 from grass.moments import moment_dtype
@@ -75,7 +75,7 @@ class _Tracked:
     refreshes: int
     turnover: float = 0.0
     energy: float = math.nan
-    norms: Tensor | None = None
+    made: int = 0
     selections: list[tuple[int, NDArray[np.int32]]] = field(default_factory=list)
 
     def reselect(self, selected: Tensor) -> None:
@@ -140,7 +140,8 @@ class SelectionHistory:
     def __init__(self, optimizer: Optimizer, *, keep: bool = True) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"SelectionHistory takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        layers = layers_by_parameter()
+        self._layers = layers_of(p for group in optimizer.param_groups for p in group["params"])
+        layers = by_active_rows(self._layers)
         groups = [group for group in optimizer.param_groups for p in group["params"] if _selects(p, group, layers)]
         if not groups:
             raise ValueError(
@@ -246,8 +247,8 @@ class SelectionHistory:
     def _follow(self, item: _Selected, start: int) -> None:
         """Note a selection if it is new, as that of the steps from ``start`` on."""
         tracked, refreshes = self._tracked.get(item.position), item.state.get("refreshes", 1)
-        norms = None if item.layer is None else item.layer.norms
-        if tracked is not None and tracked.refreshes == refreshes and tracked.norms is norms:
+        norms, made = (None, 0) if item.layer is None else (item.layer.norms, item.layer.selections)
+        if tracked is not None and tracked.refreshes == refreshes and tracked.made == made:
             return
         selected = item.mask()
         if tracked is None:
@@ -255,7 +256,7 @@ class SelectionHistory:
         else:
             tracked.reselect(selected)
             tracked.refreshes = refreshes
-        tracked.norms = norms
+        tracked.made = made
         if norms is not None:
             tracked.measure(norms)
         if self.keep:
@@ -263,7 +264,7 @@ class SelectionHistory:
 
     def _selected(self) -> Iterator[_Selected]:
         """The parameters with a selection, as of now: wrappers may swap parameters between two steps."""
-        layers, position = layers_by_parameter(), 0
+        layers, position = by_active_rows(self._layers), 0
         for group in self.optimizer.param_groups:
             names = group.get("param_names", [None] * len(group["params"]))
             for p, name in zip(group["params"], names, strict=True):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grass.exploration import resolve_explore
 from grass.layers import CompactLayer
 from grass.moments import POLICIES
 from grass.precision import PRECISIONS
@@ -27,11 +28,11 @@ def validate_group(group: dict[str, Any], layers: dict[int, CompactLayer]) -> No
         raise ValueError(
             "stochastic_rounding=True takes replacement=False: rows that repeat are added up in the weight's precision"
         )
-    if group["residual"] and group["replacement"]:
-        raise ValueError("residual=True takes replacement=False: scaled rows have no complement")
+    if group["explore"] and group["replacement"]:
+        raise ValueError(f"explore={group['explore']!r} takes replacement=False: scaled rows have no complement")
     if group["shard_bank"] and group["state_policy"] != "bank":
         raise ValueError(f"shard_bank=True takes state_policy='bank', got {group['state_policy']!r}")
-    for tensor in _tensors(group["params"]):
+    for tensor in tensors_of(group["params"]):
         if id(tensor) in layers:
             _check_active(layers[id(tensor)], group)
         else:
@@ -70,11 +71,12 @@ def resolve_rank(rank: int | float, size: int) -> int:
     return max(1, round(rank * size)) if isinstance(rank, float) else rank
 
 
-def has_residual(group: dict[str, Any]) -> bool:
-    """Whether the rows of this group that are not chosen move too: with ``None`` wherever they can."""
-    if group["rank"] is None:
-        return False
-    return not group["replacement"] if group["residual"] is None else bool(group["residual"])
+def explored_count(group: dict[str, Any], rank: int, size: int) -> int:
+    """Rows that a weight of dense mode explores in each step: all others unless told otherwise."""
+    explore = group["explore"]
+    if explore is None:
+        explore = 0 if group["replacement"] else 1.0
+    return resolve_explore(explore, rank, size)
 
 
 def is_projected(tensor: Tensor, group: dict[str, Any]) -> bool:
@@ -100,22 +102,31 @@ def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
             f"Invalid rank={rank}: must be at most {size}, the selected dimension of the weight of shape "
             f"{tuple(tensor.shape)}; lower it, give it as a fraction, or put this weight into a group with rank=None"
         )
-
-
-def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:
-    own, size = layer.selected.numel(), layer.shape[layer.dim]
-    if group["replacement"]:
-        raise ValueError("Compact mode takes replacement=False: active rows are neither scaled nor repeated")
-    if group["residual"]:
-        raise ValueError("Compact mode takes residual=None or False: it has no gradient of rows that are not selected")
-    if group["rank"] is not None and resolve_rank(group["rank"], size) != own:
+    if rank + (explored := explored_count(group, rank, size)) > size:
         raise ValueError(
-            f"Invalid rank={group['rank']!r}: must be None or {own}, which grass.compact() gave the layers already; "
-            "to train more or fewer rows, convert with another rank"
+            f"Invalid explore={explored}: must be at most {size - rank}, the rows of the weight of shape "
+            f"{tuple(tensor.shape)} that are not selected, or a fraction, which is cut to that"
         )
 
 
-def _tensors(params: Any) -> list[Tensor]:
+def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:
+    size, count = layer.shape[layer.dim], layer.explored.numel()
+    if group["replacement"]:
+        raise ValueError("Compact mode takes replacement=False: active rows are neither scaled nor repeated")
+    rank, explore = group["rank"], group["explore"]
+    if rank is not None and resolve_rank(rank, size) != layer.rank:
+        raise ValueError(
+            f"Invalid {rank=}: must be None or {layer.rank}, which grass.compact() gave the layers already; "
+            "to train more or fewer rows, convert with another rank"
+        )
+    if explore is not None and resolve_explore(explore, layer.rank, size) != count:
+        raise ValueError(
+            f"Invalid {explore=}: must be None or {count}, which grass.compact() gave the layers already; "
+            "to explore more or fewer rows, convert with another explore"
+        )
+
+
+def tensors_of(params: Any) -> list[Tensor]:
     """The tensors of a group; what is neither a tensor nor a named one is left for torch's own check to refuse."""
     items = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
     return [p for p in items if isinstance(p, Tensor)]
@@ -152,7 +163,10 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "decay": _one_of(("selected", "all")),
     "refresh": _one_of(("sketch", "exact")),
     "sketch_size": (lambda v: _is_int(v) and v >= 1, "an integer >= 1"),
-    "residual": _one_of((None, False, True)),
+    "explore": (
+        lambda v: v is None or (v >= 0 if _is_int(v) else isinstance(v, float) and 0 <= v <= 1),
+        "an integer >= 0, a fraction in [0, 1], or None",
+    ),
     "bank_dtype": _one_of(("float32", "bfloat16")),
     "shard_bank": _one_of((False, True)),
     "moment_dtype": _one_of(PRECISIONS),
@@ -162,7 +176,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 SHARED_KEYS = (
     *("rank", "dim", "selection", "replacement", "update_interval", "seed", "refresh", "sketch_size"),
-    *("state_policy", "residual", "bank_dtype", "shard_bank", "moment_dtype", "stochastic_rounding"),
+    *("state_policy", "explore", "bank_dtype", "shard_bank", "moment_dtype", "stochastic_rounding"),
 )
 """What the processes of a distributed run must have alike, or they come apart."""
 
@@ -171,6 +185,6 @@ PAPER = {
     "update_interval": 200,
     "dim": "auto",
     "state_policy": "reset",
-    "residual": False,
+    "explore": 0,
 }
 """Hyperparameters of Muhamed et al. (2024) where :class:`grass.GrassAdamW` has other defaults, which train better."""

@@ -1,9 +1,9 @@
 r"""Converted layers whose frozen weight has 8 bits (:mod:`grass.weight_codes`).
 
-Rows are quantised along the dimension in which they are selected, so that a step touches the codes and scales of the
-active rows alone: no other weight is rounded again, however long training goes on. The active rows are the exact values
-(float32 unless told otherwise) and written back with stochastic rounding; what a row loses when it is deselected is
-that one rounding. Forward and backward form one layer's weight in the dtype of their input at a time.
+Rows are quantised along the dimension in which they are selected, so a step changes the codes and scales of the active
+rows only. The selected rows are exact values (float32 unless told otherwise) and are written back with stochastic
+rounding; a row is rounded once when it is deselected. Explored rows are decoded, moved and quantised again in each step
+in which they are drawn, also with stochastic rounding. Forward and backward form one layer's weight in the dtype of their input at a time.
 
 A ``state_dict`` holds the codes under ``weight_codes`` and no ``weight``, so that a plain model misses its weights
 instead of taking codes for them. :func:`plain_state_dict` makes one that plain models load.
@@ -61,13 +61,13 @@ class Int8Weight(CompactLayer):
     def write_back(self, key: int | None = None) -> None:
         """Quantise the active rows into the weight."""
         codes, scale = encode_weight(self.active.detach(), self.dim, key)
-        self.projector().scatter_(self.matrix(), codes)
-        self.weight_scale[self.selected] = scale
+        self.active_projector().scatter_(self.matrix(), codes)
+        self.weight_scale[self.chosen] = scale
 
     def holds_active(self) -> bool:
         """Whether the weight's rows are the active rows within one step of their codes."""
-        steps = self.weight_scale[self.selected].unsqueeze(1 - self.dim)
-        return bool(((self.gather(self.projector()) - self.active).abs() <= steps).all())
+        steps = self.weight_scale[self.chosen].unsqueeze(1 - self.dim)
+        return bool(((self.gather(self.active_projector()) - self.active).abs() <= steps).all())
 
     def decay_(self, factor: float, key: int | None = None) -> None:
         """``W <- factor W``, exactly: in the scales."""
@@ -77,7 +77,7 @@ class Int8Weight(CompactLayer):
     def plain_matrix(self) -> Tensor:
         """``W (m, n)`` in the dtype before conversion, the active rows to the last bit that it holds."""
         matrix = decode_weight(self.matrix(), self.weight_scale, self.dim, self.plain_dtype)
-        self.projector().scatter_(matrix, self.active.detach())
+        self.active_projector().scatter_(matrix, self.active.detach())
         return matrix
 
     def unconvert(self) -> None:
@@ -111,7 +111,7 @@ class Int8Weight(CompactLayer):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if plain is not None:
             with torch.no_grad():
-                self.active.copy_(self.projector().gather(plain))
+                self.active.copy_(self.active_projector().gather(plain))
 
 
 class Int8Linear(Int8Weight, CompactLinear):

@@ -1,26 +1,32 @@
 r"""Linear layers whose active rows are an ordinary parameter: the gradient of the full weight is never formed.
 
-A converted layer computes ``y = x W^T + b`` as before, with ``W (m, n)`` frozen. Its parameter ``active`` holds the
-selected rows ``W[sigma] (r, n)`` for ``dim=0``, or columns ``W[:, sigma] (m, r)`` for ``dim=1``; backward computes its
-gradient directly (Muhamed et al., 2024, section 3.3):
+A converted layer computes ``y = x W^T + b`` with ``W (m, n)`` frozen. It trains ``r`` selected rows, which have
+optimizer state, and ``q`` explored rows, which do not (:mod:`grass.exploration`). Their indices are ``sigma``, selected
+rows first. The parameter ``active`` holds their values: ``W[sigma] (r + q, n)`` for ``dim=0``, or columns
+``W[:, sigma] (m, r + q)`` for ``dim=1``. Backward computes its gradient directly (Muhamed et al., 2024, section 3.3):
 
-======  =======================================  ====================  ===========
-dim     gradient of ``active``                   saved for backward    FLOPs
-======  =======================================  ====================  ===========
-0       ``(g[:, sigma])^T x``, ``(r, n)``        ``x``                 ``2 b r n``
-1       ``g^T x[:, sigma]``, ``(m, r)``          ``x[:, sigma]``       ``2 b m r``
-======  =======================================  ====================  ===========
+======  ===========================================  ====================  =================
+dim     gradient of ``active``                       saved for backward    FLOPs
+======  ===========================================  ====================  =================
+0       ``(g[:, sigma])^T x``, ``(r + q, n)``        ``x``                 ``2 b (r + q) n``
+1       ``g^T x[:, sigma]``, ``(m, r + q)``          ``x[:, sigma]``       ``2 b m (r + q)``
+======  ===========================================  ====================  =================
 
-After an optimizer has stepped ``active``, :meth:`CompactLayer.write_back` copies it into ``W``.
+The gradient of explored rows is multiplied by ``sqrt((n - r) / q)``, so that gradient clipping sees an unbiased estimate
+of the whole gradient's squared norm. Their move has its length set, so the factor does not change it.
 
-To choose new rows a layer gathers a sketch of its gradient during one step: ``g^T (x S)`` for ``dim=0`` with
-``S (n, s)``, ``x^T (g S)`` for ``dim=1`` with ``S (m, s)``. It arrives as the gradient of a leaf tensor beside the
-parameters, so that it adds up over micro-batches as gradients do, under checkpointing and ``torch.compile`` too.
+Forward computes with what ``active`` holds. :meth:`CompactLayer.sync` compares tensor versions and copies ``active`` into
+the weight, or the weight into ``active``, when one of them was changed from outside.
+
+A rule that chooses rows by norm needs a sketch of the gradient: ``g^T (x S)`` for ``dim=0`` with ``S (n, s)``,
+``x^T (g S)`` for ``dim=1`` with ``S (m, s)``. It arrives as the gradient of a leaf tensor beside the parameters, so it
+adds up over micro-batches as gradients do, under checkpointing and ``torch.compile`` too.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,12 +34,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from grass.exploration import norm_correction
 from grass.matmul import inner_product, picked_product, sketch_product
 from grass.moments import source_rows
 from grass.precision import shrink_
 from grass.projector import Projector, select_columns
-from grass.shards import local
+from grass.selection import draw_generator
+from grass.shards import is_sharded, local
 from grass.weight_codes import decode_weight
+
+
+Stamp = tuple[int, int, int]
+"""A tensor's identity, version and address: they differ after any change that PyTorch can see."""
 
 
 class _Layers(weakref.WeakSet["CompactLayer"]):
@@ -61,33 +73,39 @@ class _CompactLinearFunction(torch.autograd.Function):
         scale: Tensor | None,
         bias: Tensor | None,
         active: Tensor,
-        selected: Tensor,
+        chosen: Tensor,
         dim: int,
+        correction: tuple[int, float] | None,
         sketch: Tensor | None,
         signs: Tensor | None,
     ) -> Tensor:
-        ctx.dim, ctx.active_dtype = dim, active.dtype
+        ctx.dim, ctx.active_dtype, ctx.correction = dim, active.dtype, correction
         narrow = dim == 1 and sketch is None
-        saved = select_columns(x, selected) if narrow else x
+        saved = select_columns(x, chosen) if narrow else x
         ctx.narrow, ctx.sketching = narrow, sketch is not None
-        ctx.save_for_backward(saved, weight, scale, selected, signs)
+        ctx.save_for_backward(saved, weight, scale, chosen, signs)
         return F.linear(x, _values(weight, scale, dim, x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale, selected, signs = ctx.saved_tensors
+        x, weight, scale, chosen, signs = ctx.saved_tensors
         grad_x = grad @ _values(weight, scale, ctx.dim, grad.dtype) if ctx.needs_input_grad[0] else None
         g, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_bias = g.sum(0) if ctx.needs_input_grad[3] else None
         if ctx.dim == 0:
-            grad_active = picked_product(g, selected, x)
-        else:  # transposed twice, for the layout of active
-            grad_active = (inner_product(x, g) if ctx.narrow else picked_product(x, selected, g)).t()
+            rows = picked_product(g, chosen, x)
+        else:
+            rows = inner_product(x, g) if ctx.narrow else picked_product(x, chosen, g)
+        rows = rows.to(ctx.active_dtype)
+        if ctx.correction is not None:
+            rank, factor = ctx.correction
+            rows[rank:].mul_(factor)
         grad_sketch = None
         if ctx.sketching:
             grad_sketch = sketch_product(g, x, signs) if ctx.dim == 0 else sketch_product(x, g, signs)
-        return grad_x, None, None, grad_bias, grad_active.to(ctx.active_dtype), None, None, grad_sketch, None
+        grad_active = rows if ctx.dim == 0 else rows.t()  # the layout of active
+        return grad_x, None, None, grad_bias, grad_active, None, None, None, grad_sketch, None
 
 
 def _values(weight: Tensor, scale: Tensor | None, dim: int, dtype: torch.dtype) -> Tensor:
@@ -100,26 +118,54 @@ class CompactLayer(nn.Module):
 
     Attributes:
         weight: the layer's weight, frozen, ``(m, n)`` (``Conv1D``: ``(n, m)``).
-        active: the selected rows or columns of it, trainable, possibly in higher precision.
-        selected: int64 ``(r,)``, their indices, ascending. A buffer that ``state_dict`` leaves out.
+        active: values of the selected and the explored rows, in this order; trainable, possibly in higher precision.
+        chosen: int64 ``(r + q,)``, their indices, both parts ascending. A buffer that ``state_dict`` leaves out.
+        rank: ``r``, the number of selected rows.
         dim: 0 for rows (output features), 1 for columns (input features).
+        first_draw: seed and place that the first rows are drawn with.
+        norms: gradient norms that the rows were selected by, if any were computed.
+        selections: how often rows were selected since the conversion.
+        label: the layer's name in the model that was converted, for messages.
     """
 
     weight: Any  # nn.Parameter; typed by the plain layers too
     bias: Any
     active: nn.Parameter
-    selected: Tensor
+    chosen: Tensor
+    rank: int
     dim: int
+    first_draw: tuple[int, int]
     sketch: Tensor | None
     signs: Tensor | None
-    norms: Tensor | None = None  # the gradient norms by which the rows were chosen
+    label: str = ""
+    owner: Any = None  # grass.health.Owner: the optimizer that trains the active rows
+    norms: Tensor | None = None
+    selections: int = 0
     weights: str | None = None  # "int8" in grass.int8
     stores_transposed = False
+    _synced: tuple[Stamp, Stamp] | None = None  # active's and weight's, when they were known to agree
+    _sharded = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copies and unpickled layers register themselves, so that a copied optimizer finds them."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         LAYERS.add(self)
+
+    @property
+    def selected(self) -> Tensor:
+        """int64 ``(r,)``: the rows that have optimizer state; a view."""
+        return self.chosen[: self.rank]
+
+    @property
+    def explored(self) -> Tensor:
+        """int64 ``(q,)``: the rows that move without state in this step; a view."""
+        return self.chosen[self.rank :]
+
+    @property
+    def correction(self) -> tuple[int, float] | None:
+        """Rows from which gradients are multiplied, and by what; ``None`` if no rows are explored."""
+        count = self.chosen.numel() - self.rank
+        return (self.rank, norm_correction(self.shape[self.dim], self.rank, count)) if count else None
 
     def matrix(self) -> Tensor:
         """The weight as an ``(m, n)`` view, output features first, detached; of a sharded one this rank's part."""
@@ -134,6 +180,14 @@ class CompactLayer(nn.Module):
         """The values of ``active``, detached; of sharded ones this rank's part."""
         return local(self.active.detach())
 
+    def selected_part(self, rows: Tensor) -> Tensor:
+        """What belongs to the selected rows in a tensor shaped like ``active``; a view."""
+        return rows if rows.shape[self.dim] == self.rank else rows.narrow(self.dim, 0, self.rank)
+
+    def explored_part(self, rows: Tensor) -> Tensor:
+        """What belongs to the explored rows in a tensor shaped like ``active``; a view."""
+        return rows.narrow(self.dim, self.rank, rows.shape[self.dim] - self.rank)
+
     @property
     def shape(self) -> tuple[int, int]:
         """``(m, n)``, on every rank the whole weight's."""
@@ -142,6 +196,10 @@ class CompactLayer(nn.Module):
     def projector(self) -> Projector:
         """The projector onto the selected rows."""
         return Projector(self.selected, None, self.dim)
+
+    def active_projector(self) -> Projector:
+        """The projector onto the selected and the explored rows."""
+        return Projector(self.chosen, None, self.dim)
 
     def set_matrix(self, matrix: Tensor) -> None:
         """Make ``matrix (m, n)`` the weight's storage, in whatever memory layout it comes."""
@@ -161,20 +219,67 @@ class CompactLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x (..., n) -> (..., m)``; without gradients it is the plain layer's own forward."""
+        self.sync()
         scale = self.scale()
         if scale is None and not torch.is_grad_enabled():
             plain: Tensor = super().forward(x)
             return plain
-        if hasattr(self.weight, "to_local"):
+        if is_sharded(self.weight):
             raise TypeError("Tensor-parallel weights are for dense mode: a compact layer computes with whole weights")
         weight, bias = self.matrix(), self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if scale is None else weight
-        rows = self.active, self.selected, self.dim
+        rows = self.active, self.chosen, self.dim, self.correction
         y: Tensor = _CompactLinearFunction.apply(x, weight, scale, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
         return y
+
+    def train(self, mode: bool = True) -> CompactLayer:
+        """Also looks for changes through ``.data``, which tensor versions do not show."""
+        if mode != self.training:
+            self.sync(compare=True)
+        super().train(mode)
+        return self
+
+    @torch.no_grad()
+    def sync(self, *, compare: bool = False) -> None:
+        """Make weight and active rows agree after one of them was changed from outside.
+
+        A changed ``active`` is copied into the weight. A changed weight is copied into ``active``; it also wins where
+        both were changed, as by averaging all parameters of a model. Compiled code and sharded layers skip this check.
+
+        Args:
+            compare: compare values even if tensor versions show no change.
+        """
+        if torch.compiler.is_compiling() or self._sharded:
+            return
+        now = self._stamps()
+        if now is None or (now == self._synced and not compare):
+            return
+        if not self.holds_active():
+            if self._synced is not None and self._synced[1] != now[1]:
+                self.reload()
+            else:
+                self.write_back()
+        self._synced = self._stamps()
+
+    def mark_synced(self) -> None:
+        """Note that weight and active rows agree."""
+        self._sharded = is_sharded(self.weight)
+        self._synced = self._stamps()
+
+    def _stamps(self) -> tuple[Stamp, Stamp] | None:
+        """Of ``active`` and weight; ``None`` for tensors that have no memory of their own here (sharded, fake)."""
+        active, weight = self._parameters.get("active"), self._parameters.get("weight")
+        if weight is None:
+            raise RuntimeError(
+                f"The weight of the converted layer {self.label!r} is no longer its parameter: apply weight_norm and "
+                "other parametrizations before grass.compact(), which then leaves the layer at full rank"
+            )
+        if type(active) is not nn.Parameter or type(weight) is not nn.Parameter or active.is_meta:
+            return None
+        return (id(active), active._version, active.data_ptr()), (id(weight), weight._version, weight.data_ptr())
 
     def gather(self, projector: Projector) -> Tensor:
         """The chosen rows of the weight."""
@@ -182,12 +287,12 @@ class CompactLayer(nn.Module):
 
     @torch.no_grad()
     def write_back(self, key: int | None = None) -> None:
-        """Copy the active rows into the weight, with a ``key`` rounded stochastically where that has 8 bits."""
-        self.projector().scatter_(self.matrix(), self.rows())
+        """Copy the active rows into the weight, with a ``key`` rounded stochastically if that has 8 bits."""
+        self.active_projector().scatter_(self.matrix(), self.rows())
 
     def holds_active(self) -> bool:
         """Whether the weight's rows are what the active rows are written back as."""
-        rows = self.gather(self.projector())
+        rows = self.gather(self.active_projector())
         return torch.equal(self.rows().to(rows.dtype), rows)
 
     def decay_(self, factor: float, key: int | None = None) -> None:
@@ -196,29 +301,59 @@ class CompactLayer(nn.Module):
 
     @torch.no_grad()
     def select(self, indices: Tensor) -> None:
-        """Make ``indices (r,)`` the selected rows: those selected already keep their values."""
-        indices = indices.to(self.selected.device)
+        """Make ``indices (r,)`` the selected rows: those selected already keep their values.
+
+        Call :meth:`explore` afterwards: explored rows may be among them.
+        """
+        indices = indices.to(self.chosen.device)
         new = Projector(indices, None, self.dim)
         kept, source = source_rows(self.projector(), new, self.shape[self.dim])
-        rows = self.gather(new).to(self.active.dtype)
-        held = Projector(source, None, self.dim).gather(self.rows())
-        self.rows().copy_(torch.where(new.along(kept), held, rows))
+        own = self.selected_part(self.rows())
+        rows = self.gather(new).to(own.dtype)
+        held = Projector(source, None, self.dim).gather(own)
+        own.copy_(torch.where(new.along(kept), held, rows))
         self.selected.copy_(indices)
+        self.selections += 1
+
+    @torch.no_grad()
+    def explore(self, indices: Tensor) -> None:
+        """Make ``indices (q,)`` the explored rows, with the weight's values."""
+        self.explored.copy_(indices)
+        self.explored_part(self.rows()).copy_(self.gather(Projector(self.explored, None, self.dim)))
 
     @torch.no_grad()
     def reload(self) -> None:
         """Take the active rows from the weight."""
-        self.rows().copy_(self.gather(self.projector()))
+        self.rows().copy_(self.gather(self.active_projector()))
 
     @torch.no_grad()
-    def restore(self, indices: Tensor, active: Tensor | None = None) -> None:
-        """Return to a saved selection, with the saved values where the weight's precision cannot hold them."""
+    def restore(self, indices: Tensor, explored: Tensor | None, values: Tensor | None = None) -> None:
+        """Return to saved selected and explored rows, with saved values where the weight's precision cannot hold them.
+
+        ``explored=None`` leaves the explored rows as they were drawn by the conversion.
+        """
         self.end_sketch()
         self.selected.copy_(indices)
-        if active is None:
-            self.reload()
-        else:
-            self.rows().copy_(local(active))
+        if explored is not None:
+            self.explored.copy_(explored)
+        self.reload()
+        if values is not None:
+            self.selected_part(self.rows()).copy_(local(values))
+        self.mark_synced()
+
+    def draw_first(self) -> Tensor:
+        """The rows that a conversion chooses, uniformly: int64 ``(r + q,)`` on the CPU."""
+        size, count = self.shape[self.dim], self.chosen.numel()
+        order = torch.randperm(size, generator=draw_generator(*self.first_draw))
+        return torch.cat([part.sort().values for part in order[:count].split([self.rank, count - self.rank])])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompactLayer:
+        """Draws the first rows again when a layer leaves the meta device, where indices have no values."""
+        was_meta = self.chosen.is_meta
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if was_meta and not self.chosen.is_meta:
+            self.chosen.copy_(self.draw_first())
+        return self
 
     def begin_sketch(self, signs: Tensor | None) -> None:
         """Gather ``G S`` from the next forward on; ``signs`` is ``S``, or ``None`` for the gradient itself."""
@@ -241,9 +376,10 @@ class CompactLayer(nn.Module):
     def extra_repr(self) -> str:
         """The plain layer's, with rank and dim."""
         weights = f", weights={self.weights}" if self.weights else ""
-        return f"{super().extra_repr()}, rank={self.selected.numel()}, dim={self.dim}{weights}"
+        return f"{super().extra_repr()}, rank={self.rank}, explore={len(self.explored)}, dim={self.dim}{weights}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.sync()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[f"{prefix}active"]
 
@@ -266,8 +402,9 @@ class CompactLayer(nn.Module):
                 "A converted layer on the meta device has lost its active rows: load weights before grass.compact(), "
                 "and with accelerate choose FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)"
             )
-        if not self.holds_active():  # else the finer master copy stays
+        if not self.holds_active():  # otherwise the finer master copy stays
             self.reload()
+        self.mark_synced()
 
 
 class CompactLinear(CompactLayer, nn.Linear):

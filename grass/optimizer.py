@@ -2,6 +2,7 @@ r"""``GrassAdamW``: a drop-in for ``torch.optim.AdamW`` that trains ``r`` rows o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -10,17 +11,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from grass.active import arm, layers_by_parameter, reserve_rows
+from grass.active import arm, by_active_rows, layers_of, resume
 from grass.background import Background
 from grass.bank import Share
 from grass.bank_exchange import shares_bank
 from grass.functional import ScratchPool
-from grass.hyperparameters import SHARED_KEYS, is_projected, validate_group
+from grass.health import Health, Owner
+from grass.hyperparameters import SHARED_KEYS, is_projected, tensors_of, validate_group
 from grass.layers import CompactLayer
 from grass.moments import HOST_KEYS, State
 from grass.ranks import Ranks, checksum
 from grass.shards import aligned_grad, assembled, assembled_bank, local
 from grass.steps import GroupStep, Member, step_device, step_group
+
+logger = logging.getLogger("grass")
 
 ParamsT = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -36,8 +40,8 @@ class GrassAdamW(Optimizer):
     writes them back, and lets the sketch gathered in every ``update_interval``-th step choose the rows from the next
     step on; ``rank`` and ``dim`` are then the layers' own.
 
-    In dense mode the rows that were not chosen move too, without state (``residual``). Defaults are what trained best
-    in ``docs/quality.md``; ``**grass.PAPER`` gives the paper's.
+    Rows that are not selected move too, without state (``explore``, :mod:`grass.exploration`). Defaults are what
+    trained best in ``docs/quality.md``; ``**grass.PAPER`` gives the paper's.
 
     Groups with ``rank=None`` and tensors of fewer than two dimensions are plain AdamW, computed by torch. Weights of
     more than two dimensions are treated as ``(shape[0], -1)`` matrices. Every argument is also a group key.
@@ -63,10 +67,10 @@ class GrassAdamW(Optimizer):
             of refreshes so far, never on the global generators.
         maximize: ascend.
         decay: ``"selected"`` decays the rows that move, ``"all"`` whole weights.
-        residual: in dense mode, move the rows that were not chosen too, along their gradient at the scale of the chosen
-            ones (:mod:`grass.steps.residual`). It needs no more state, but one more pass over gradient and weight, and
-            the whole gradient on every rank. ``None`` does wherever it can be: not for ``replacement=True``, nor in
-            compact mode, which has no such gradient.
+        explore: how many of the rows that are not selected move in each step, without state: a count or a fraction of
+            the selected dimension, cut to the rows there are (:mod:`grass.exploration`). ``1.0`` moves all of them,
+            0 none. ``None`` is ``1.0`` in dense mode, 0 with ``replacement=True``, and in compact mode the number that
+            the layers were converted with.
         bank_dtype: precision of the bank: ``"float32"`` or ``"bfloat16"``.
         shard_bank: divide the bank among the ranks of data-parallel training, which bring each other the rows that
             enter a selection, instead of one copy on each; then every rank has to save its part of the state (see
@@ -120,7 +124,7 @@ class GrassAdamW(Optimizer):
         seed: int = 0,
         maximize: bool = False,
         decay: str = "selected",
-        residual: bool | None = None,
+        explore: int | float | None = None,
         bank_dtype: str | torch.dtype = "float32",
         shard_bank: bool = False,
         moment_dtype: str | torch.dtype = "float32",
@@ -133,6 +137,8 @@ class GrassAdamW(Optimizer):
         self._background = Background()
         self.given_norms: dict[Tensor, Tensor] = {}
         self._verified = False
+        self._held: list[CompactLayer] | None = []
+        self._health = Health()
         self._selecting: int | None = None
         for name in ("bank_dtype", "moment_dtype"):
             defaults[name] = str(defaults[name]).removeprefix("torch.")
@@ -148,7 +154,7 @@ class GrassAdamW(Optimizer):
         """Restore from a pickle or a checkpoint; keys that it lacks take their defaults."""
         self.__dict__.setdefault("_background", Background())
         self.__dict__.setdefault("given_norms", {})
-        self._verified, self._selecting = False, None
+        self._verified, self._selecting, self._held, self._health = False, None, None, Health()
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -162,14 +168,25 @@ class GrassAdamW(Optimizer):
             group["params"] = list(group["params"])
         for name in group.keys() & {"bank_dtype", "moment_dtype"}:
             group[name] = str(group[name]).removeprefix("torch.")
-        layers = layers_by_parameter()
-        validate_group({**self.defaults, **group}, layers)
+        found = layers_of(tensors_of(group["params"]))
+        validate_group({**self.defaults, **group}, by_active_rows(found))
         super().add_param_group(group)
-        added = self.param_groups[-1]
-        for p in added["params"]:
-            if id(p) in layers:
-                arm(layers[id(p)], NEW, added)
-        self._selecting = self._count_selecting(layers)
+        for layer in found:
+            layer.owner = Owner(self)
+            arm(layer, NEW, self.param_groups[-1])
+        self._held = [*self.held_layers, *(layer for layer in found if layer not in self.held_layers)]
+        self._selecting = self._count_selecting(self.layers())
+
+    @property
+    def held_layers(self) -> list[CompactLayer]:
+        """The converted layers whose active rows this optimizer trains."""
+        if self._held is None:  # a copy
+            self._held = layers_of(p for group in self.param_groups for p in group["params"])
+        return self._held
+
+    def layers(self) -> dict[int, CompactLayer]:
+        """These layers by the ``id`` of their active rows, as of now: wrappers may replace parameters."""
+        return by_active_rows(self.held_layers)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -184,9 +201,12 @@ class GrassAdamW(Optimizer):
                 loss = closure()
         self._check_gradients()
         self._background.finish()
-        layers, scratch, ranks, index = layers_by_parameter(), ScratchPool(), Ranks.of(self.process_group), 0
+        layers, scratch, ranks, index = self.layers(), ScratchPool(), Ranks.of(self.process_group), 0
         self._check_parameters(layers)
         self.verify_settings()
+        for layer in self.held_layers:
+            Owner.check(layer, self)
+            layer.sync()
         chosen: list[Tensor] = []
         for group in self.param_groups:
             members = [
@@ -198,15 +218,14 @@ class GrassAdamW(Optimizer):
             step = GroupStep(group, scratch, self._background, ranks, chosen)
             step_group(step, members, layers, self.given_norms)
         ranks.verify_selection(chosen)
+        self._health.check(self.param_groups, self.state, layers)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and with them the sketches of active rows, which a step that was given up leaves behind."""
         super().zero_grad(set_to_none)
-        layers = layers_by_parameter()
-        for group in self.param_groups:
-            for layer in (layers[id(p)] for p in group["params"] if id(p) in layers):
-                layer.clear_sketch()
+        for layer in self.held_layers:
+            layer.clear_sketch()
 
     def verify_settings(self) -> None:
         """Compare with the other ranks what decides the selection, once; ``step`` does before the first one.
@@ -217,7 +236,7 @@ class GrassAdamW(Optimizer):
         ranks = Ranks.of(self.process_group)
         if self._verified or ranks.group is None:
             return
-        layers = layers_by_parameter()
+        layers = self.layers()
         settings: dict[str, Any] = {}
         for number, group in enumerate(self.param_groups):
             settings |= {f"{key} of group {number}": group[key] for key in SHARED_KEYS}
@@ -228,7 +247,7 @@ class GrassAdamW(Optimizer):
                     int(self.state.get(p, {}).get(key, 0)) for key in ("step", "refreshes")
                 ]
                 if id(p) in layers:
-                    settings[f"the rows of {name}"] = checksum(layers[id(p)].selected)
+                    settings[f"the rows of {name}"] = checksum(layers[id(p)].chosen)
         ranks.verify_settings(settings)
         self._verified = True
 
@@ -259,7 +278,7 @@ class GrassAdamW(Optimizer):
         What is divided among ranks is ``DTensor``: save it by ``torch.distributed.checkpoint``, on every rank.
         """
         self._background.finish()
-        state_dict, layers, ranks = super().state_dict(), layers_by_parameter(), Ranks.of(self.process_group)
+        state_dict, layers, ranks = super().state_dict(), self.layers(), Ranks.of(self.process_group)
         for position, (p, group) in enumerate(self._grouped()):
             state = state_dict["state"].get(position, {})
             if "indices" in state and hasattr(p, "to_local"):
@@ -267,7 +286,8 @@ class GrassAdamW(Optimizer):
             elif "bank_steps" in state and ranks.group is not None and shares_bank(group):
                 state = state_dict["state"][position] = assembled_bank(state, matrix_shape(p, layers), ranks.group)
             if "active" in state:
-                state_dict["state"][position] = {**state, "active": p.detach().clone()}
+                values = layers[id(p)].selected_part(p.detach())
+                state_dict["state"][position] = {**state, "active": values.clone()}
         return state_dict
 
     def _grouped(self) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -276,7 +296,7 @@ class GrassAdamW(Optimizer):
 
     def _begin_load(self, loading: dict[str, Any], exact: dict[int, State]) -> dict[str, Any]:
         keys = [key for group in loading["param_groups"] for key in group["params"]]
-        bare, layers = _take_projected(loading, keys, exact), layers_by_parameter()
+        bare, layers = _take_projected(loading, keys, exact), self.layers()
         for position, ((p, group), key) in enumerate(zip(self._grouped(), keys, strict=False)):
             layer, state = layers.get(id(p)), exact.get(position)
             selects = layer is not None or is_projected(p, group)
@@ -285,10 +305,10 @@ class GrassAdamW(Optimizer):
                     f"State of parameter {key} of shape {tuple(p.shape)} is that of plain AdamW or of other rows: "
                     "optimizer state does not carry over between AdamW, dense and compact mode; load the model alone"
                 )
-            if layer and state and (state["indices"].shape, state["dim"]) != (layer.selected.shape, layer.dim):
+            if layer and state and (len(state["indices"]), state["dim"]) != (layer.rank, layer.dim):
                 raise ValueError(
                     f"State of active rows with rank={len(state['indices'])}, dim={state['dim']} for a layer "
-                    f"with rank={len(layer.selected)}, dim={layer.dim}"
+                    f"with rank={layer.rank}, dim={layer.dim}"
                 )
         groups = [dict(group) for group in loading["param_groups"]]
         for ours, theirs in zip(self.param_groups, groups, strict=False):
@@ -296,18 +316,15 @@ class GrassAdamW(Optimizer):
         return {**bare, "param_groups": groups}
 
     def _finish_load(self, exact: dict[int, State]) -> None:
-        layers = layers_by_parameter()
+        layers = self.layers()
         for position, (p, group) in enumerate(self._grouped()):
             if position in exact:
                 self.state[p] = self._held_here(exact[position], p, group, layers)
             elif "step" in self.state[p]:
                 self.state[p]["step"] = self.state[p]["step"].to(step_device(p, group))
-        for p, group in self._grouped():
-            if id(p) in layers and self.state[p]:
-                layer, state = layers[id(p)], self.state[p]
-                layer.restore(state["indices"], state.get("active"))
-                reserve_rows(state, layer)
-                arm(layer, state, group)
+        for position, (p, group) in enumerate(self._grouped()):
+            if id(p) in layers and (state := self.state[p]):
+                resume(layers[id(p)], state, state.get("active"), group, position)
 
     def _held_here(self, saved: State, p: Tensor, group: dict[str, Any], layers: dict[int, CompactLayer]) -> State:
         """A copy of what was saved for a projected weight, as far as this process holds it."""
@@ -368,7 +385,16 @@ def matrix_shape(p: Tensor, layers: dict[int, CompactLayer]) -> tuple[int, ...]:
 
 def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
     """The named parameters of a converted model that train."""
-    if not any(isinstance(module, CompactLayer) for module in model.modules()):
+    layers = [module for module in model.modules() if isinstance(module, CompactLayer)]
+    frozen = [layer.label for layer in layers if not layer.active.requires_grad]
+    if layers and len(frozen) == len(layers):
+        raise ValueError(
+            f"The active rows of all {len(layers)} converted layers are frozen (requires_grad=False), as PEFT freezes a "
+            "base model: convert a model or wrap it by PEFT, not both"
+        )
+    if frozen:
+        logger.warning("Grass: active rows frozen (requires_grad=False), not trained: %s", ", ".join(frozen))
+    if not layers:
         raise ValueError(
             f"{type(model).__name__} has no active rows: convert it first, grass.compact(model, rank=...), or pass "
             "grass.param_groups(model, rank=...) or model.parameters() to train it from full gradients"

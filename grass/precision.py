@@ -71,6 +71,15 @@ def add_product_(weight: Tensor, matrix: Tensor, factors: Tensor, value: float, 
     weight.copy_(round_stochastically(wide, weight.dtype, bits))
 
 
+def rounded(matrix: Tensor, dtype: torch.dtype, key: int | None) -> Tensor:
+    """``matrix`` in ``dtype``; stochastically if that is a half precision and there is a ``key``."""
+    if key is None or dtype not in (torch.bfloat16, torch.float16):
+        return matrix.to(dtype)
+    bits = random_bits(torch.arange(matrix.numel(), device=matrix.device).view(matrix.shape), key, stream=5)
+    values: Tensor = round_stochastically(matrix.float(), dtype, bits)
+    return values
+
+
 def read_moments(state: State) -> tuple[Tensor, Tensor]:
     """Both moments in full precision, as they are stored."""
     stored = dict(state)

@@ -56,14 +56,20 @@ Only with ``replacement`` may a row occur twice in what it returns.
 """
 
 _RULES: dict[str, Rule] = {}
+_WITHOUT_NORMS: set[str] = set()
 
 
-def register_rule(name: str, rule: Rule) -> None:
+def register_rule(name: str, rule: Rule, *, needs_norms: bool = True) -> None:
     """Make ``rule`` available as ``selection=name``.
 
     Most rules are sampling rules, which :func:`sampled` builds from a weight function::
 
         register_rule("sqrt_norm", sampled(torch.sqrt))
+
+    Args:
+        name: of the rule.
+        rule: the function.
+        needs_norms: ``False`` for a rule that ignores the norms: none are computed for it, and it gets ones.
 
     Raises:
         ValueError: the name is taken.
@@ -71,6 +77,13 @@ def register_rule(name: str, rule: Rule) -> None:
     if name in _RULES:
         raise ValueError(f"Selection rule {name!r} is already registered; available: {', '.join(_RULES)}")
     _RULES[name] = rule
+    if not needs_norms:
+        _WITHOUT_NORMS.add(name)
+
+
+def needs_norms(name: str) -> bool:
+    """Whether a rule reads the norms that it is given."""
+    return name not in _WITHOUT_NORMS
 
 
 def available_rules() -> tuple[str, ...]:
@@ -120,7 +133,12 @@ def check_rule(rule: str, replacement: bool) -> None:
 
 def selection_generator(seed: int, parameter: int, refresh: int) -> torch.Generator:
     """A fresh CPU generator for one draw: the same on every rank and after every resume, with no state to save."""
-    digest = hashlib.blake2b(f"{seed}/{parameter}/{refresh}".encode(), digest_size=8).digest()
+    return draw_generator(seed, parameter, refresh)
+
+
+def draw_generator(*key: int | str) -> torch.Generator:
+    """A CPU generator that depends on nothing but its key."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
 
 
@@ -157,4 +175,4 @@ def _draw_without_replacement(weights: Tensor, rank: int, generator: torch.Gener
 register_rule("top_r", _top_r)
 register_rule("multinomial_norm", sampled(lambda norms: norms))
 register_rule("multinomial_norm_sq", sampled(torch.square))
-register_rule("uniform", sampled(torch.ones_like))
+register_rule("uniform", sampled(torch.ones_like), needs_norms=False)

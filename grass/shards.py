@@ -19,6 +19,11 @@ SHARDED_KEYS = ("exp_avg", "exp_avg_sq", "bank_exp_avg", "bank_exp_avg_sq")
 """State that is laid out over the ranks as its weight is; the rest is the same on all."""
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a ``DTensor``, of which this process holds a part."""
+    return hasattr(tensor, "to_local")
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part: of a ``DTensor`` the shard, of any other tensor all of it."""
     to_local = getattr(tensor, "to_local", None)

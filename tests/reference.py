@@ -74,7 +74,6 @@ class ReferenceGrass:
         warmup_after_refresh: int = 0,
         maximize: bool = False,
         decay: str = "selected",
-        residual: bool = False,
     ) -> None:
         self.dim = dim
         self.w = self._by_row(weight).double().clone()
@@ -83,8 +82,9 @@ class ReferenceGrass:
         self.interval, self.policy, self.warmup = update_interval, state_policy, warmup_after_refresh
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.scale, self.maximize, self.decay = scale, maximize, decay
-        self.residual = residual
         self.steps = 0
+        self.explored: list[int] = []
+        self.reach = 1.0
         self.rows: list[int] = []
         self.rho: list[float] = []
 
@@ -126,15 +126,15 @@ class ReferenceGrass:
             m_hat = rho * self.m[row] / (1 - beta1 ** self.row_steps[row])
             v_hat = rho**2 * self.v[row] / (1 - beta2 ** self.row_steps[row])
             self.w[row] -= lr * self.scale * rho * m_hat / (v_hat.sqrt() + self.eps)
-        if self.residual and lr * self.scale:
-            self._move_the_rest(g, (before - self.w) / (lr * self.scale), lr * self.scale)
+        if self.explored and lr * self.scale:
+            self._explore(g, (before - self.w) / (lr * self.scale), lr * self.scale * self.reach)
         self.steps += 1
 
-    def _move_the_rest(self, g: Tensor, direction: Tensor, size: float) -> None:
-        """Column by column scaled as the chosen rows are; row by row as long as those on average."""
+    def _explore(self, g: Tensor, direction: Tensor, size: float) -> None:
+        """Column by column scaled as the selected rows are; row by row as long as those on average, times the reach."""
         factors = [direction[self.rows, j].norm() / g[self.rows, j].norm() for j in range(g.shape[1])]
         length = sum(float(direction[row].norm()) for row in self.rows) / len(self.rows)
-        for row in set(range(len(g))) - set(self.rows):
+        for row in self.explored:
             along = torch.stack(factors) * g[row]
             self.w[row] -= size * length * along / along.norm()
 

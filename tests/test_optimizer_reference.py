@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from grass import PAPER, GrassAdamW
+from grass.exploration import REACH_EXPONENT, draw_explored
 from tests.reference import ReferenceGrass, gradients_for, run, uneven_gradients
 
 SHAPE, RANK, INTERVAL, STEPS = (7, 9), 3, 4, 14
@@ -30,7 +31,7 @@ TOLERANCE = {
 
 def compare(dim: int, tolerance: dict, *, shape: tuple[int, int] = SHAPE, steps: int = STEPS, **options: object) -> int:
     """Run both; returns how many different selections there were."""
-    reference_options = {k: v for k, v in options.items() if k not in ("rank", "selection", "replacement")}
+    reference_options = {k: v for k, v in options.items() if k not in ("rank", "selection", "replacement", "explore")}
     parameter = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64))
     optimizer = GrassAdamW([parameter], **{**PAPER, "dim": dim, **options})
     reference = ReferenceGrass(parameter, dim=dim, **reference_options)
@@ -47,9 +48,23 @@ def compare(dim: int, tolerance: dict, *, shape: tuple[int, int] = SHAPE, steps:
             chosen.add(tuple(state["indices"].tolist()))
         else:
             assert torch.equal(state["indices"], before), "rows may change at a refresh only"
+        if options.get("explore"):
+            explore(reference, state, options["explore"], shape[dim])
         reference.step(gradient)
         torch.testing.assert_close(parameter.data, reference.weight, **tolerance)
     return len(chosen)
+
+
+def explore(reference: ReferenceGrass, state: dict, explored: int | float, size: int) -> None:
+    """Give the reference the rows of this step, and how far they move."""
+    others = sorted(set(range(size)) - set(state["indices"].tolist()))
+    if explored == 1.0 and isinstance(explored, float):
+        reference.explored = others
+        return
+    drawn = draw_explored(state["indices"], size, explored, seed=0, parameter=0, step=reference.steps).tolist()
+    assert len(set(drawn)) == explored
+    assert set(drawn) <= set(others)
+    reference.explored, reference.reach = drawn, (len(others) / explored) ** REACH_EXPONENT
 
 
 def check_selection(norms: Tensor, state: dict, options: dict) -> None:
@@ -99,11 +114,12 @@ def test_options(options: dict, policy: str) -> None:
 @pytest.mark.parametrize("policy", ["reset", "keep", "bank"])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 @pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["plain", *OPTIONS.keys()])
-def test_residual(options: dict, dim: int, policy: str) -> None:
-    """The reference finds the direction of the chosen rows from what they moved, which costs digits."""
+@pytest.mark.parametrize("explored", [1.0, 2, 1], ids=["all", "two", "one"])
+def test_explored(options: dict, explored: int | float, dim: int, policy: str) -> None:
+    """The reference finds the direction of the selected rows from what they moved, which costs digits."""
     arguments = {"rank": RANK, "update_interval": INTERVAL, "state_policy": policy, **HYPER, **options}
     tolerance = {key: 100 * value for key, value in TOLERANCE[policy].items()}
-    compare(dim, tolerance, selection="multinomial_norm", residual=True, **arguments)
+    compare(dim, tolerance, selection="multinomial_norm", explore=explored, **arguments)
 
 
 @pytest.mark.parametrize("decay", ["selected", "all"])

@@ -25,7 +25,7 @@ def trained(steps: int = 12, dtype: torch.dtype = torch.float32, compact: bool =
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 24)).to(dtype)
     if compact:
-        grass.compact(model, rank=0.5)
+        grass.compact(model, rank=0.5, explore=0)
         optimizer = GrassAdamW(model, lr=3e-3, update_interval=5, **options)
     else:
         optimizer = GrassAdamW(

@@ -1,4 +1,4 @@
-"""Dense mode under ``DistributedDataParallel``: a communication hook by which only the selected rows travel.
+"""Dense mode under ``DistributedDataParallel``: a communication hook that sends only selected and explored rows.
 
 DDP's own all-reduce sends the whole gradient ``(m, n)`` of each weight. With this hook a step sends, per projected
 weight and before the algorithm's own factor,
@@ -6,14 +6,15 @@ weight and before the algorithm's own factor,
 =================  ==================  ===========================================================================
 step               ``refresh``         elements
 =================  ==================  ===========================================================================
-between refreshes                      ``rn``: the selected rows (``dim=1``: ``mr``, columns)
+between refreshes                      ``(r + q) n``: selected and explored rows (``dim=1``: ``m (r + q)``, columns)
 of a refresh       ``"full"``          ``mn``: everything, and rows are chosen from exact norms, as in one process
-of a refresh       ``"sketch"``        ``ms + rn``: a Johnson-Lindenstrauss sketch ``G S``, from whose norms the rows
-                                       are chosen, and these rows
+of a refresh       ``"sketch"``        ``ms + (r + q) n``: a Johnson-Lindenstrauss sketch ``G S``, from whose norms the
+                                       rows are chosen, and these rows
 =================  ==================  ===========================================================================
 
-and all of every other parameter. Rows that did not travel are zero afterwards, so that gradient clipping sees the same
-norm on every rank: that of what travelled.
+and all of every other parameter. A rule that reads no norms (``uniform``) sends ``(r + q) n`` in every step. Rows that
+were not sent are zero afterwards, and explored rows are multiplied by ``sqrt((n - r) / q)``: gradient clipping then sees
+the same norm on every rank, an unbiased estimate of the whole gradient's.
 """
 
 # No postponed annotations here: DDP compares those of a hook with its own types.
@@ -25,13 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grass.active import layers_by_parameter, rademacher
-from grass.hyperparameters import as_matrix, has_residual, is_projected, resolve_dim, resolve_rank
+from grass.active import rademacher
+from grass.exploration import draw_explored, norm_correction
+from grass.hyperparameters import as_matrix, explored_count, is_projected, resolve_dim, resolve_rank
 from grass.moments import moment_dtype
 from grass.optimizer import GrassAdamW
 from grass.projector import Projector
 from grass.refresh import choose, current_projector, refresh_due
-from grass.selection import selection_generator
+from grass.selection import needs_norms, selection_generator
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -57,9 +59,10 @@ class ReducedAllreduceState:
     def __init__(self, optimizer: GrassAdamW, *, refresh: str = "full") -> None:
         if refresh not in ("full", "sketch"):
             raise ValueError(f"Invalid {refresh=}: must be 'full' or 'sketch'")
-        if any(map(has_residual, optimizer.param_groups)):
+        if moves_whole_weights(optimizer):
             raise ValueError(
-                "The reduced all-reduce needs residual=False: a residual takes the whole gradient on every rank"
+                "The reduced all-reduce needs explore below 1.0, as in explore=0.25: if all rows move, the whole "
+                "gradient has to be sent"
             )
         self.optimizer, self.refresh = optimizer, refresh
         optimizer.verify_settings()
@@ -76,7 +79,7 @@ class ReducedAllreduceState:
 
     def travellers(self, bucket: GradBucket) -> "list[Traveller]":
         """What of each gradient in the bucket is to travel; communicates where a sketch has to be reduced first."""
-        active, places, index = layers_by_parameter(), {}, 0
+        active, places, index = self.optimizer.layers(), {}, 0
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 places[id(p)] = group, index
@@ -86,8 +89,11 @@ class ReducedAllreduceState:
             group, index = places.get(id(p), ({"rank": None}, -1))
             projected = is_projected(p, group) and id(p) not in active
             every.append(Traveller(p, grad, group, index, self.optimizer.state.get(p, {}), projected))
+        for item in every:
+            if item.decides and not needs_norms(item.group["selection"]):
+                item.decide(torch.ones(item.matrix.shape[resolve_dim(item.group["dim"], item.matrix)]))
         if self.refresh == "sketch":
-            self._decide([item for item in every if item.decides and item.sketch_pays])
+            self._decide([item for item in every if item.rows is None and item.decides and item.sketch_pays])
         return every
 
     def _decide(self, undecided: "list[Traveller]") -> None:
@@ -102,6 +108,20 @@ class ReducedAllreduceState:
             norms = torch.linalg.vector_norm(part.view_as(sketch), dim=1)
             self.optimizer.given_norms[item.parameter] = norms
             item.decide(norms.cpu())
+
+
+def moves_whole_weights(optimizer: GrassAdamW) -> bool:
+    """Whether some weight of dense mode explores all rows that it does not select."""
+    layers = optimizer.layers()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if is_projected(p, group) and id(p) not in layers:
+                matrix = torch.empty(p.shape, device="meta").flatten(1)
+                size = matrix.shape[resolve_dim(group["dim"], matrix)]
+                rank = resolve_rank(group["rank"], size)
+                if 0 < size - rank == explored_count(group, rank, size):
+                    return True
+    return False
 
 
 def reduced_allreduce_hook(state: ReducedAllreduceState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -132,7 +152,8 @@ class Traveller:
     """One gradient in a bucket, and which rows of it travel.
 
     Attributes:
-        rows: the rows without their scale, each once; ``None``: all.
+        rows: the rows without their scale, each once, explored rows last; ``None``: all.
+        explored: how many of these are explored.
         decides: whether the coming step chooses rows.
     """
 
@@ -143,6 +164,7 @@ class Traveller:
     state: dict[str, Any]
     projected: bool
     rows: Projector | None = None
+    explored: int = 0
 
     def __post_init__(self) -> None:
         self.decides = self.projected and refresh_due(self.state, self.group)
@@ -192,15 +214,24 @@ class Traveller:
         if self.rows is None:
             self.grad.copy_(values.view_as(self.grad))
             return
-        matrix = self.matrix
+        matrix, dim, count = self.matrix, self.rows.dim, self.rows.indices.numel()
         shape = list(matrix.shape)
-        shape[self.rows.dim] = self.rows.indices.numel()
-        self.rows.scatter_(matrix, values.view(shape))
+        shape[dim] = count
+        values = values.view(shape)
+        if self.explored:
+            rank = count - self.explored
+            values.narrow(dim, rank, self.explored).mul_(norm_correction(matrix.shape[dim], rank, self.explored))
+        self.rows.scatter_(matrix, values)
         if matrix.data_ptr() != self.grad.data_ptr():  # a copy: channels_last
             self.grad.copy_(matrix.view(self.grad.shape))
 
     def _travel(self, projector: Projector) -> None:
         indices = projector.indices if projector.scale is None else torch.unique_consecutive(projector.indices)
+        size, step = self.matrix.shape[projector.dim], self.state.get("step", 0)
+        self.explored = explored_count(self.group, len(indices), size)
+        if self.explored:
+            drawn = draw_explored(indices, size, self.explored, self.group["seed"], self.index, step)
+            indices = torch.cat([indices, drawn])
         self.rows = Projector(indices, None, projector.dim)
 
 

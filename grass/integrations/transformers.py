@@ -39,7 +39,7 @@ from grass.layers import CompactLayer
 from grass.memory import state_bytes
 from grass.optimizer import GrassAdamW
 
-CONVERSION = ("dim", "dtype", "calibration")
+CONVERSION = ("explore", "dim", "dtype", "calibration")
 """Keywords of the factory that go to :func:`grass.compact` in compact mode; the others are the optimizer's."""
 
 
@@ -72,7 +72,7 @@ class GrassFactory:
             rank: rows to train per weight, a number or a fraction; ``None`` takes a model converted before.
             targets: as in :func:`grass.matched_modules`.
             exclude: likewise.
-            keywords: any other argument of :class:`grass.GrassAdamW` and, in compact mode, ``dim``, ``dtype`` and
+            keywords: any other argument of :class:`grass.GrassAdamW` and, in compact mode, ``explore``, ``dim``, ``dtype`` and
                 ``calibration`` of :func:`grass.compact`. For its ``weights="int8"`` convert before Trainer is made.
 
         Raises:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from grass.active import adopt, arm, choose_rows, gathered_norms
+from grass.active import adopt, choose_rows, norms_for, prepare, reach_of
 from grass.bank_exchange import BankExchange
 from grass.layers import CompactLayer
 from grass.refresh import carry_moments, refresh_due
 from grass.shards import local
 from grass.steps.arithmetic import step_rows
 from grass.steps.group import GroupStep, Member, count
-from grass.steps.rows import Rows
+from grass.steps.rows import Explored, Rows
 
 Active = tuple[Member, CompactLayer]
 """Active rows in a step, and the converted layer that they belong to."""
@@ -28,7 +28,7 @@ def step_active(step: GroupStep, every: list[Active]) -> None:
             layer.write_back(step.key(member.position, member.state))
     _refresh(step, [item for item in begun if refresh_due(item[0].state, step.group)])
     for member, layer in begun:
-        arm(layer, member.state, step.group)
+        prepare(layer, member.state, step.group, member.position)
 
 
 def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
@@ -47,12 +47,17 @@ def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
 def _rows(member: Member, layer: CompactLayer) -> Rows:
     p, grad, state, index = member
     weight = layer.matrix() if layer.scale() is None else None  # codes: the layer writes the rows back itself
-    return Rows(weight, layer.selected, None, layer.dim, local(grad), local(p.detach()), state, index)
+    own, values = local(grad), local(p.detach())
+    explored = None
+    if reach := reach_of(layer):
+        explored = Explored(layer.explored_part(grad), reach, layer.explored, layer.explored_part(values))
+    selected = layer.selected_part(own), layer.selected_part(values)
+    return Rows(weight, layer.selected, None, layer.dim, *selected, state, index, explored)
 
 
 def _refresh(step: GroupStep, due: list[Active]) -> None:
-    """Choose new rows from the sketches, summed over the ranks."""
-    norms = gathered_norms([layer for _, layer in due], step.ranks)
+    """Select other rows, by norms summed over the ranks if the rule reads them."""
+    norms = norms_for([layer for _, layer in due], step.group, step.ranks)
     exchange = BankExchange.of(step.group, step.ranks, step.background)
     for (member, layer), layer_norms in zip(due, norms, strict=True):
         carry = carry_moments(member.state, layer.matrix(), step.group, member.position, exchange)

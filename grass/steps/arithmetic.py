@@ -6,7 +6,7 @@
 :mod:`grass.steps.operators`    everything else, by torch's operators
 ==============================  ===================================================================================
 
-The second also moves the other rows, weight by weight; elsewhere :mod:`grass.steps.residual` does, at the end.
+The second also moves the explored rows, weight by weight; elsewhere :mod:`grass.steps.explored` does, at the end.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from grass import cpu_kernel, kernels
 from grass.kernels.dispatch import runs_triton, wants_triton
 from grass.steps.group import GroupStep, Numbers, is_half
 from grass.steps.operators import step_by_operators
-from grass.steps.residual import step_residual
+from grass.steps.explored import step_explored
 from grass.steps.rows import Rows
 
 
 def step_rows(step: GroupStep, every: list[Rows]) -> None:
-    """Step rows, whose counts include this step, and write them into their weights; then the residuals."""
-    batch, rest, residuals = cpu_kernel.Batch(step.group["fused"]), [], []
+    """Step rows, whose counts include this step, and write them into their weights; then the explored ones."""
+    batch, rest, exploring = cpu_kernel.Batch(step.group["fused"]), [], []
     triton: dict[str, bool] = {}
     for rows in every:
         numbers, state = _numbers(step, rows), rows.state
-        at_once = type(rows.residual) is Tensor  # all of it is here
+        at_once = rows.explored is not None and type(rows.explored.grad) is Tensor  # all of it is here
         if _takes_kernel(step, rows, triton):
             _step_by_kernel(step, rows, numbers)
         elif rows.scale is None and batch.add(
@@ -40,18 +40,18 @@ def step_rows(step: GroupStep, every: list[Rows]) -> None:
             state["exp_avg"],
             state["exp_avg_sq"],
             *numbers,
-            residual=at_once,
+            explored=rows.explored if at_once else None,
         ):
             if at_once:
                 continue
         else:
             rest.append((rows, numbers))
-        if rows.residual is not None:
-            residuals.append((rows, numbers))
+        if rows.explored is not None:
+            exploring.append((rows, numbers))
     batch.run(**step.adam)
     step_by_operators(step, rest)
-    for rows, numbers in residuals:
-        step_residual(step, rows, numbers)
+    for rows, numbers in exploring:
+        step_explored(step, rows, numbers)
 
 
 def _numbers(step: GroupStep, rows: Rows) -> Numbers:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 
 from grass.bank_exchange import BankExchange
-from grass.hyperparameters import as_matrix, has_residual, resolve_dim, resolve_rank
+from grass.exploration import draw_explored, reach
+from grass.hyperparameters import as_matrix, explored_count, resolve_dim, resolve_rank
+from grass.moments import State
 from grass.precision import shrink_
 from grass.refresh import carry_moments, refresh, refresh_due
+from grass.selection import needs_norms
 from grass.shards import check_shards, local, row_norms
 from grass.steps.arithmetic import step_rows
 from grass.steps.group import GroupStep, Member, count
-from grass.steps.rows import Rows
+from grass.steps.rows import Explored, Rows
 
 
 def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Tensor, Tensor]) -> None:
@@ -23,8 +29,8 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
         if not refresh_due(m.state, step.group) or _choose(step, m, given_norms.pop(m.parameter, None), exchange)
     ]
     exchange.finish()
+    every = [_rows(step, member) for member in stepped]
     count([member.state for member in stepped])
-    every = [_rows(member, has_residual(step.group)) for member in stepped]
     if step.group["decay"] == "all":
         for rows in every:
             shrink_(rows.stepped(), step.numbers(rows.state).shrink, step.value_key(rows.index, rows.state))
@@ -43,7 +49,7 @@ def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: Ban
     rank = resolve_rank(group["rank"], weight.shape[dim])
     check_shards(weight, dim, "A weight")
     if norms is None:
-        norms = row_norms(as_matrix(grad), dim)
+        norms = _norms(step, as_matrix(grad), dim)
     carry = carry_moments(state, local(weight), group, index, exchange)
     goes_on = refresh(state, carry, norms, dim, rank, group, index)
     if goes_on:
@@ -51,11 +57,40 @@ def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: Ban
     return goes_on
 
 
-def _rows(member: Member, residual: bool) -> Rows:
+def _norms(step: GroupStep, grad: Tensor, dim: int) -> Tensor:
+    """Row norms; ones for a rule that does not read them, unless zeros may mean that state is only being made."""
+    if needs_norms(step.group["selection"]) or not step.lr:
+        return row_norms(grad, dim)
+    return torch.ones(grad.shape[dim])
+
+
+def _rows(step: GroupStep, member: Member) -> Rows:
+    """The rows that move in a step; call it before the step is counted."""
     p, grad, state, position = member
     weight, whole_grad = local(as_matrix(p.detach())), local(as_matrix(grad))
     selection = state["indices"], state.get("row_scale"), state["dim"]
-    return Rows(weight, *selection, whole_grad, None, state, position, grad if residual else None)
+    size = as_matrix(p).shape[state["dim"]]
+    explored = explored_in_dense(state, step.group, position, size)
+    moving = None if explored is None else Explored(grad, reach(size, len(state["indices"]), explored.count), explored.indices)
+    return Rows(weight, *selection, whole_grad, None, state, position, moving)
+
+
+class Exploration(NamedTuple):
+    """How many rows a weight explores in a step, and which; ``None``: all that are not selected."""
+
+    count: int
+    indices: Tensor | None
+
+
+def explored_in_dense(state: State, group: dict[str, Any], position: int, size: int) -> Exploration | None:
+    """What a weight of dense mode explores in the coming step; ``None`` for nothing."""
+    rank = len(state["indices"])
+    count = explored_count(group, rank, size)
+    if not count:
+        return None
+    if count == size - rank:
+        return Exploration(count, None)
+    return Exploration(count, draw_explored(state["indices"], size, count, group["seed"], position, state["step"]))
 
 
 def _copy_back(part: Tensor, matrix: Tensor) -> None:

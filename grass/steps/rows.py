@@ -1,4 +1,4 @@
-"""Chosen rows of one weight in a step, whether its own or active ones."""
+"""Selected and explored rows of one weight in a step, whether parts of it or active rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,26 @@ from grass.projector import Projector
 
 
 @dataclass(slots=True)
+class Explored:
+    """Rows of a weight that move without state (:mod:`grass.exploration`).
+
+    Attributes:
+        grad: of the whole weight ``(m, n)``, sharded over the ranks as it is; with ``values`` that of the explored rows,
+            ``(q, n)`` or ``(m, q)``.
+        reach: how many times as far as the selected rows they move.
+        indices: int64 ``(q,)``; ``None``: all rows that are not selected.
+        values: the rows as a tensor of their own; ``None`` means the weight's.
+    """
+
+    grad: Tensor
+    reach: float
+    indices: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(slots=True)
 class Rows:
-    """Chosen rows of one weight in a step.
+    """Selected rows of one weight in a step, and those explored with them.
 
     Attributes:
         weight: the matrix ``(m, n)`` that they are written into; ``None`` where that is not to be done here.
@@ -23,8 +41,7 @@ class Rows:
         values: the rows as a tensor of their own; ``None`` means the weight's.
         state: with their moments.
         index: of the parameter among all groups.
-        residual: the gradient, placed over the ranks as it is, along which the other rows of the weight move; ``None``:
-            they stay.
+        explored: other rows that move; ``None``: they stay.
     """
 
     weight: Tensor | None
@@ -35,7 +52,7 @@ class Rows:
     values: Tensor | None
     state: State
     index: int
-    residual: Tensor | None = None
+    explored: Explored | None = None
 
     def projector(self) -> Projector:
         """The projector onto them."""

@@ -39,11 +39,7 @@ def add_optimizer_flags(add: AddFlag) -> None:
         help="grass: rows (0), columns (1), or the smaller dimension",
     )
     add("--state-policy", choices=("reset", "keep", "bank"), default="bank", help="grass: moments at a refresh")
-    add(
-        "--residual",
-        action=argparse.BooleanOptionalAction,
-        help="grass: move rows not chosen; default: if not --compact",
-    )
+    add("--explore", type=number, help="grass: rows that move without state; default: all others, --compact: as --rank")
     add("--compact", action="store_true", help="grass: never form full gradients; dim auto is then 1")
     add("--moment-dtype", choices=("float32", "bfloat16", "8bit"), default="float32", help="grass: of selected rows")
     add("--bank-dtype", choices=("float32", "bfloat16"), default="float32", help="grass: of the bank")

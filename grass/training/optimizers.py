@@ -27,7 +27,7 @@ GRASS_OPTIONS = (
     "warmup_after_refresh",
     "seed",
     "decay",
-    "residual",
+    "explore",
     "bank_dtype",
     "shard_bank",
     "moment_dtype",
@@ -59,7 +59,8 @@ class OptimizerConfig:
         warmup_after_refresh: steps of learning-rate warm-up after each refresh.
         seed: of the row selection.
         decay: what ``weight_decay`` decays, ``"selected"`` rows or ``"all"``.
-        residual: move the rows that were not chosen too; ``None`` does in dense mode.
+        explore: rows that move without state in each step; ``None``: all others in dense mode, as many as ``rank`` in
+            compact mode.
         bank_dtype: precision of the bank.
         shard_bank: whether the processes of DDP divide it.
         refresh: how compact mode learns the norms, ``"sketch"`` or ``"exact"``.
@@ -86,7 +87,7 @@ class OptimizerConfig:
     warmup_after_refresh: int = 0
     seed: int = 0
     decay: str = "selected"
-    residual: bool | None = None
+    explore: int | float | None = None
     bank_dtype: str = "float32"
     shard_bank: bool = False
     refresh: str = "sketch"
@@ -163,6 +164,7 @@ def convert(module: nn.Module, number: int = 0, *, config: OptimizerConfig) -> N
     compact(
         module,
         rank=config.rank,
+        explore=config.explore,
         dim=int(config.grass_dim),
         dtype=getattr(torch, config.active_dtype) if config.active_dtype else None,
         weights=config.weights,
@@ -174,7 +176,7 @@ def _grass(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     if not config.compact:
         return GrassAdamW(param_groups(model, config.rank, dim=config.grass_dim, **config.grass), **config.common)
     convert(model, config=config)
-    return GrassAdamW(model, **config.common, **config.grass)
+    return GrassAdamW(model, **config.common, **{**config.grass, "explore": None})
 
 
 def _galore(model: nn.Module, config: OptimizerConfig) -> Optimizer:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from grass import GrassAdamW
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook, shard_placement_fn
-from grass.hyperparameters import has_residual
+from grass.distributed.reduced_allreduce import moves_whole_weights
 
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -113,13 +113,13 @@ def shard_blocks(model: nn.Module) -> None:
 def data_parallel(model: nn.Module, optimizer: Optimizer, processes: Processes) -> nn.Module:
     """The module to call: the model itself where it is alone or sharded, else DDP around it.
 
-    Dense Grass gets the reduced all-reduce, unless its residual needs whole gradients.
+    Dense Grass gets the reduced all-reduce, unless all rows move.
     """
     if processes.size == 1 or isinstance(model, FSDPModule):
         return model
     ids = [processes.device.index] if processes.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    if isinstance(optimizer, GrassAdamW) and not any(map(has_residual, optimizer.param_groups)):
+    if isinstance(optimizer, GrassAdamW) and not moves_whole_weights(optimizer):
         ddp.register_comm_hook(ReducedAllreduceState(optimizer), reduced_allreduce_hook)
     return ddp
 

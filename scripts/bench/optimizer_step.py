@@ -78,7 +78,7 @@ def contestants(shapes: list[tuple[int, int]], fraction: float, only: list[str])
         "grass dim=0 bank": {"dim": 0, "state_policy": "bank"},
         "grass dim=auto": {"dim": "auto"},
         "grass dim=1": {"dim": 1},
-        "grass dim=1 residual": {"dim": 1, "residual": True},
+        "grass dim=1 residual": {"dim": 1, "explore": 1.0},
         "grass dim=0 uncompiled": {"dim": 0, "fused": False},
         "grass dim=0 bank uncompiled": {"dim": 0, "fused": False, "state_policy": "bank"},
         "grass dim=1 uncompiled": {"dim": 1, "fused": False},

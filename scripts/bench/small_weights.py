@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     " keep": {"state_policy": "keep"},
     " bank": {"state_policy": "bank"},
-    " residual": {"residual": True},
+    " residual": {"explore": 1.0},
     " uncompiled": {"fused": False},
 }
 

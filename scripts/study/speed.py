@@ -30,7 +30,7 @@ from grass.training.optimizers import OptimizerConfig, build_optimizer
 CONTESTANTS = {
     "adamw": OptimizerConfig(name="adamw"),
     "grass": OptimizerConfig(name="grass"),
-    "grass rows": OptimizerConfig(name="grass", residual=False),
+    "grass rows": OptimizerConfig(name="grass", explore=0),
     "grass compact": OptimizerConfig(name="grass", compact=True),
     "galore": OptimizerConfig(name="galore"),
     "apollo": OptimizerConfig(name="apollo"),

@@ -88,7 +88,7 @@ def converted(
 ) -> tuple[Network, GrassAdamW]:
     """A converted network and its optimizer, which refreshes every four steps."""
     model = Network(dtype)
-    grass.compact(model, rank=rank, dim=dim, dtype=active, seed=seed)
+    grass.compact(model, rank=rank, explore=0, dim=dim, dtype=active, seed=seed)
     return model, GrassAdamW(model, **{**PAPER, "lr": 1e-2, "update_interval": 4, **options})
 
 

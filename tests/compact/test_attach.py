@@ -38,7 +38,7 @@ def attached(
     make: Make, dtype: torch.dtype = torch.float32, active: torch.dtype | None = None, seed: int = 0, **options: object
 ) -> tuple[Network, torch.optim.Optimizer, Attachment]:
     model = Network(dtype)
-    grass.compact(model, rank=3, dtype=active, seed=seed)
+    grass.compact(model, rank=3, explore=0, dtype=active, seed=seed)
     optimizer = make([p for p in model.parameters() if p.requires_grad])
     return model, optimizer, grass.attach(optimizer, model, **{"update_interval": 4, **options})
 
@@ -67,7 +67,7 @@ def test_all_rows_are_the_plain_model(make: Make, dim: int) -> None:
     train(plain, make(list(plain.parameters())), data)
     for policy, interval in (("reset", 100), ("keep", 3)):
         model = Network(torch.float64)
-        grass.compact(model, rank=1.0, dim=dim)
+        grass.compact(model, rank=1.0, explore=0, dim=dim)
         optimizer = make([p for p in model.parameters() if p.requires_grad])
         grass.attach(optimizer, model, state_policy=policy, update_interval=interval)
         train(model, optimizer, data)
@@ -83,7 +83,7 @@ def test_momentum_across_refreshes(policy: str, dim: int) -> None:
     """SGD's momentum of rows chosen again is kept or zeroed; checked against a full-size buffer, in float64."""
     layer = nn.Linear(7, 6, bias=False, dtype=torch.float64)
     weight, buffer = layer.weight.detach().clone(), torch.zeros(6, 7, dtype=torch.float64)
-    grass.compact(layer, rank=3, dim=dim)
+    grass.compact(layer, rank=3, explore=0, dim=dim)
     optimizer = torch.optim.SGD([layer.active], lr=0.1, momentum=0.9)
     grass.attach(optimizer, layer, update_interval=2, state_policy=policy, selection="playback")
     rows = [layer.selected.clone(), *(torch.tensor(r) for r in ([0, 1, 2], [1, 2, 5], [0, 3, 5], [0, 3, 5], [2, 3, 4]))]
@@ -194,7 +194,7 @@ def test_what_cannot_be_attached() -> None:
 def test_two_optimizers_share_a_model() -> None:
     """Muon for the matrices, AdamW for the rest, as Muon is used."""
     model = Network()
-    grass.compact(model, rank=3)
+    grass.compact(model, rank=3, explore=0)
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim == 2]
     rest = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     muon, adamw = torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)

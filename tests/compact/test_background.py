@@ -14,7 +14,7 @@ from grass import GrassAdamW
 from grass.bank import Swap
 from tests.compact.networks import DIMS, assert_same_weights, batches, converted, loss_of, train
 
-OPTIONS = dict(residual=False, state_policy="bank", selection="multinomial_norm", update_interval=2)
+OPTIONS = dict(explore=0, state_policy="bank", selection="multinomial_norm", update_interval=2)
 
 
 def beside(**options: object) -> tuple[nn.Module, GrassAdamW]:

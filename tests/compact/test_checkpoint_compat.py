@@ -117,7 +117,7 @@ def assert_same_model(ours: nn.Module, theirs: nn.Module, tokens: Tensor) -> Non
 def test_save_pretrained(quiet_transformers, caplog, tiny_llama, token_batches, tmp_path, dim: int, tied: bool) -> None:
     """A trained model, saved in safetensors, opened by plain transformers: no message, equal weights and logits."""
     model = tiny_llama(tie_word_embeddings=tied)
-    grass.compact(model, rank=0.25, dim=dim)
+    grass.compact(model, rank=0.25, explore=0, dim=dim)
     train_llama(model, GrassAdamW(model, lr=1e-2, update_interval=2), token_batches[:3])
     caplog.clear()
     model.save_pretrained(tmp_path)
@@ -140,7 +140,7 @@ def test_gpt2(quiet_transformers, caplog, tmp_path, dim: int) -> None:
         vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=2
     )
     model = quiet_transformers.GPT2LMHeadModel(config).eval()
-    names = grass.compact(model, rank=4, dim=dim)
+    names = grass.compact(model, rank=4, explore=0, dim=dim)
     assert {name.rpartition(".")[2] for name in names} == {"c_attn", "c_proj", "c_fc"}
     tokens = torch.arange(32).view(2, 16)
     train_llama(model, GrassAdamW(model, lr=1e-2, update_interval=2), [tokens] * 3)
@@ -156,6 +156,6 @@ def test_loading_into_a_converted_model(tiny_llama, token_batches, tmp_path) -> 
     """Weights of a plain checkpoint, loaded after conversion as training scripts do."""
     plain = tiny_llama(seed=4)
     model = tiny_llama()
-    grass.compact(model, rank=4)
+    grass.compact(model, rank=4, explore=0)
     model.load_state_dict(plain.state_dict())
     assert_same_model(model, plain, token_batches[0])

@@ -28,7 +28,7 @@ def snapshot(model: nn.Module) -> list[tuple]:
 def test_round_trip(dim: int) -> None:
     model, plain = Network(), Network()
     parameters = dict(model.named_parameters())
-    assert grass.compact(model, rank=3, dim=dim) == NAMES
+    assert grass.compact(model, rank=3, explore=0, dim=dim) == NAMES
     for name, layer in compact_layers(model).items():
         assert isinstance(layer, CompactLinear)
         assert layer.weight is parameters[f"{name}.weight"], "the parameter stays the one that others may hold"
@@ -67,7 +67,7 @@ def test_memory_layout() -> None:
     """The selected dimension is contiguous: rows of a row-major weight, columns of a column-major one."""
     for dim, stride in {0: (12, 1), 1: (1, 20)}.items():
         model = Network()
-        grass.compact(model, rank=3, dim=dim)
+        grass.compact(model, rank=3, explore=0, dim=dim)
         assert model.up.weight.stride() == stride
         assert model.up.weight.shape == (20, 12)
         assert copy.deepcopy(model).up.weight.stride() == stride
@@ -75,9 +75,9 @@ def test_memory_layout() -> None:
 
 def test_converting_again() -> None:
     model = Network()
-    grass.compact(model, rank=3, targets=["up"])
+    grass.compact(model, rank=3, explore=0, targets=["up"])
     before = model.up.selected.clone(), model.up.active
-    assert grass.compact(model, rank=3) == NAMES
+    assert grass.compact(model, rank=3, explore=0) == NAMES
     assert torch.equal(model.up.selected, before[0])
     assert model.up.active is before[1]
     state = snapshot(model)
@@ -86,7 +86,7 @@ def test_converting_again() -> None:
             grass.compact(model, **options)
     assert snapshot(model) == state
     grass.expand(model)
-    assert grass.compact(model, rank=4, dim=0) == NAMES
+    assert grass.compact(model, rank=4, explore=0, dim=0) == NAMES
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def test_what_is_refused_changes_nothing(options: dict, message: str) -> None:
 
 def test_fractions_are_of_the_selected_dimension() -> None:
     model = Network()
-    grass.compact(model, rank=0.25, dim=1)
+    grass.compact(model, rank=0.25, explore=0, dim=1)
     assert [layer.active.shape for layer in compact_layers(model).values()] == [(20, 3), (16, 5), (8, 4)]
 
 
 def test_targets() -> None:
     model = Network()
-    assert grass.compact(model, rank=2, targets=["up", "mix"], exclude="mi.") == ["up"]
+    assert grass.compact(model, rank=2, explore=0, targets=["up", "mix"], exclude="mi.") == ["up"]
     assert [name for name, module in model.named_modules() if isinstance(module, CompactLayer)] == ["up"]
 
 
@@ -159,35 +159,35 @@ def test_passed_over_with_a_message(make: Callable[[], nn.Module], reason: str, 
     odd = make()
     model = nn.Sequential(odd, nn.Linear(6, 6))
     cls, names = type(odd), [name for name, _ in odd.named_parameters()]
-    assert grass.compact(model, rank=2) == ["1"]
+    assert grass.compact(model, rank=2, explore=0) == ["1"]
     assert "0" in caplog.text
     assert reason in caplog.text
     assert type(odd) is cls
     assert [name for name, _ in odd.named_parameters()] == names
     alone = nn.Sequential(odd)
     with pytest.raises(ValueError, match="can be converted: 0"):
-        grass.compact(alone, rank=2)
+        grass.compact(alone, rank=2, explore=0)
 
 
 def test_shared_weights_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(9, 6), "proj": nn.Linear(6, 9), "other": nn.Linear(6, 6)})
     model["proj"].weight = model["embed"].weight
-    assert grass.compact(model, rank=2) == ["other"]
+    assert grass.compact(model, rank=2, explore=0) == ["other"]
     assert model["proj"].weight is model["embed"].weight
     assert "proj" in caplog.text
     assert "shared" in caplog.text
     with pytest.raises(ValueError, match="shared"):
-        grass.compact(nn.ModuleDict({"embed": model["embed"], "proj": model["proj"]}), rank=2)
+        grass.compact(nn.ModuleDict({"embed": model["embed"], "proj": model["proj"]}), rank=2, explore=0)
 
 
 def test_wrapped_by_peft_names_are_found_by_pattern() -> None:
     model = nn.Sequential(Wrapped(), nn.Linear(6, 6))
-    assert grass.compact(model, rank=1, exclude=r".*lora_.*") == ["1"]
+    assert grass.compact(model, rank=1, explore=0, exclude=r".*lora_.*") == ["1"]
     assert type(model[0].base_layer) is nn.Linear
 
 
 def test_a_bare_layer_and_one_module_under_two_names() -> None:
-    assert grass.compact(nn.Linear(4, 4), rank=2) == [""]
+    assert grass.compact(nn.Linear(4, 4), rank=2, explore=0) == [""]
     layer = nn.Linear(6, 6)
     assert grass.compact(nn.Sequential(layer, nn.ReLU(), layer), rank=2) == ["0"]
 
@@ -197,7 +197,7 @@ def test_conv1d(dim: int) -> None:
     conv1d = pytest.importorskip("transformers").pytorch_utils.Conv1D
     model = nn.Sequential(conv1d(10, 6), conv1d(6, 10))
     plain = copy.deepcopy(model)
-    assert grass.compact(model, rank=2, dim=dim) == grass.compact(model, rank=2, dim=dim) == ["0", "1"]
+    assert grass.compact(model, rank=2, explore=0, dim=dim) == grass.compact(model, rank=2, explore=0, dim=dim) == ["0", "1"]
     x = torch.randn(3, 6)
     torch.testing.assert_close(model(x), plain(x))
     assert f"rank=2, dim={dim}" in repr(model)
@@ -212,7 +212,7 @@ def test_conv1d(dim: int) -> None:
 
 def test_repr() -> None:
     model = Network()
-    grass.compact(model, rank=3)
+    grass.compact(model, rank=3, explore=0)
     assert "(up): CompactLinear(in_features=12, out_features=20, bias=True, rank=3, dim=1)" in repr(model)
 
 

@@ -39,7 +39,7 @@ def linear(n: int, m: int, bias: bool) -> nn.Module:
 def both_gradients(plain: nn.Module, dim: int, rank: int, x: Tensor, by_parts: int = 1) -> None:
     """Compare output and all gradients of a layer with those of its converted copy."""
     layer, dtype = copy.deepcopy(plain), x.dtype
-    grass.compact(layer, rank=rank, dim=dim)
+    grass.compact(layer, rank=rank, explore=0, dim=dim)
     ours, theirs = (x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2))
     y, expected = layer(ours), plain(theirs)
     assert_close(y, expected, dtype)
@@ -99,7 +99,7 @@ def test_layouts(dim: int) -> None:
     both_gradients(nn.Linear(6, 5), dim, 2, torch.randn(6, 4, 3).permute(1, 2, 0).requires_grad_())
     plain = nn.Linear(6, 5)
     layer = copy.deepcopy(plain)
-    grass.compact(layer, rank=2, dim=dim)
+    grass.compact(layer, rank=2, explore=0, dim=dim)
     x = torch.randn(3, 6)
     layer(x).sum().backward()
     plain(x).sum().backward()
@@ -110,7 +110,7 @@ def test_layouts(dim: int) -> None:
 def test_fine_rows_get_fine_gradients(dim: int) -> None:
     """fp32 rows over a bf16 weight: the gradient of each backward is bf16, their sum is not."""
     layer = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
-    grass.compact(layer, rank=2, dim=dim, dtype=torch.float32)
+    grass.compact(layer, rank=2, explore=0, dim=dim, dtype=torch.float32)
     x = torch.ones(1, 8, dtype=torch.bfloat16)
     for scale in (1.0, 2**-10):  # in bf16 their sum would be 1
         (layer(x) * scale).sum().backward()
@@ -138,7 +138,7 @@ def test_columns_save_only_the_selected_inputs() -> None:
     b, n, r = 32, 24, 3
     for dim, expected in {0: b * n * 4, 1: b * r * 4}.items():
         layer = nn.Linear(n, 40)
-        grass.compact(layer, rank=r, dim=dim)
+        grass.compact(layer, rank=r, explore=0, dim=dim)
         x = torch.randn(b, n, requires_grad=True)
         assert saved_bytes(layer, x) == expected
         with torch.no_grad():
@@ -150,7 +150,7 @@ def test_without_gradients_nothing_is_gathered() -> None:
     with torch.profiler.profile() as plain:
         nn.Linear(24, 40)(x := torch.randn(8, 24))
     layer = nn.Linear(24, 40)
-    grass.compact(layer, rank=3)
+    grass.compact(layer, rank=3, explore=0)
     with torch.no_grad(), torch.profiler.profile() as ours:
         layer(x)
     assert {e.key for e in ours.key_averages()} <= {e.key for e in plain.key_averages()}
@@ -173,7 +173,7 @@ def test_no_tensor_of_the_full_gradients_size_is_made() -> None:
 
     for dim, rank in [(0, 3), (1, 3)]:
         layer = nn.Linear(n, m)
-        grass.compact(layer, rank=rank, dim=dim)
+        grass.compact(layer, rank=rank, explore=0, dim=dim)
         y = layer(torch.randn(b, n, requires_grad=True))
         with Largest() as largest:
             y.sum().backward()
@@ -187,7 +187,7 @@ def test_no_tensor_of_the_full_gradients_size_is_made() -> None:
 
 def test_second_derivatives_are_refused() -> None:
     layer = nn.Linear(4, 4)
-    grass.compact(layer, rank=2)
+    grass.compact(layer, rank=2, explore=0)
     x = torch.randn(3, 4, requires_grad=True)
     (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -198,7 +198,7 @@ def test_second_derivatives_are_refused() -> None:
 def test_in_a_whole_llama(tiny_llama, token_batches, dim: int) -> None:
     """Every converted layer and every plain parameter of a model, against the same model unconverted."""
     model, dense = tiny_llama(), tiny_llama()
-    names = grass.compact(model, rank=0.25, dim=dim)
+    names = grass.compact(model, rank=0.25, explore=0, dim=dim)
     for m in (model, dense):
         m(input_ids=token_batches[0], labels=token_batches[0]).loss.backward()
     layers, expected = compact_layers(model), dict(dense.named_parameters())

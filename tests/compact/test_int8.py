@@ -28,12 +28,12 @@ from tests.compact.networks import (
     train,
 )
 
-OPTIONS = dict(residual=False, selection="multinomial_norm", state_policy="keep", update_interval=4, lr=1e-2)
+OPTIONS = dict(explore=0, selection="multinomial_norm", state_policy="keep", update_interval=4, lr=1e-2)
 
 
 def quantised(dtype: torch.dtype = torch.float32, dim: int = 1, **options: object) -> tuple[Network, GrassAdamW]:
     model = Network(dtype)
-    grass.compact(model, rank=3, dim=dim, weights="int8")
+    grass.compact(model, rank=3, explore=0, dim=dim, weights="int8")
     return model, GrassAdamW(model, **{**OPTIONS, **options})
 
 
@@ -71,7 +71,7 @@ def test_stochastic_rounding_is_unbiased(dim: int) -> None:
 def test_forward_and_gradients(dtype: torch.dtype, dim: int) -> None:
     """Those of a plain layer whose weight is what the codes stand for."""
     layer = nn.Linear(12, 20, dtype=dtype)
-    grass.compact(layer_in := nn.Sequential(layer), rank=3, dim=dim, weights="int8")
+    grass.compact(layer_in := nn.Sequential(layer), rank=3, explore=0, dim=dim, weights="int8")
     values = decode_weight(layer.matrix(), layer.weight_scale, dim, dtype).requires_grad_(True)
     bias = layer.bias.detach().clone().requires_grad_(True)
     x, y = (torch.randn(2, 5, 12, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -110,7 +110,7 @@ def test_trains_like_full_precision(dim: int) -> None:
     """The loss follows that of unquantised weights with the same selections."""
     ours, optimizer = quantised(dim=dim, update_interval=1000)
     theirs = Network()
-    grass.compact(theirs, rank=3, dim=dim)
+    grass.compact(theirs, rank=3, explore=0, dim=dim)
     reference = GrassAdamW(theirs, **{**OPTIONS, "update_interval": 1000})
     data = batches(1) * 60
     losses, expected = train(ours, optimizer, data), train(theirs, reference, data)
@@ -140,7 +140,7 @@ def test_loads_a_plain_model() -> None:
     model, _ = quantised()
     model.load_state_dict(plain.state_dict())
     fresh = Network(seed=3)
-    grass.compact(fresh, rank=3, weights="int8")
+    grass.compact(fresh, rank=3, explore=0, weights="int8")
     assert_same_weights(model, fresh)
 
 
@@ -190,7 +190,7 @@ def test_transformers(tmp_path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=50)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).to(torch.bfloat16)
-    grass.compact(model, rank=8, weights="int8")
+    grass.compact(model, rank=8, explore=0, weights="int8")
     ids = torch.arange(6).unsqueeze(0)
     assert model.dtype == torch.bfloat16
     assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 8)
@@ -235,7 +235,7 @@ def test_conv1d() -> None:
     conv = pytest.importorskip("transformers.pytorch_utils").Conv1D(20, 12)
     model, x = nn.Sequential(conv), torch.randn(4, 12)
     expected = model(x)
-    assert grass.compact(model, rank=3, weights="int8", targets=["0"]) == ["0"]
+    assert grass.compact(model, rank=3, explore=0, weights="int8", targets=["0"]) == ["0"]
     torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.01)  # 8 bits of weights of size 0.02
     optimizer = GrassAdamW(model, **OPTIONS)
     for _ in range(6):
@@ -285,10 +285,10 @@ def test_autocast() -> None:
 
 def test_misuse() -> None:
     with pytest.raises(ValueError, match="int8"):
-        grass.compact(Network(), rank=3, weights="int4")
+        grass.compact(Network(), rank=3, explore=0, weights="int4")
     model, _ = quantised()
-    assert grass.compact(model, rank=3, weights="int8") == ["up", "mix", "down"]
+    assert grass.compact(model, rank=3, explore=0, weights="int8") == ["up", "mix", "down"]
     with pytest.raises(ValueError, match=r"weights.*expand"):
-        grass.compact(model, rank=3)
+        grass.compact(model, rank=3, explore=0)
     assert "rank=3, dim=1, weights=int8" in repr(model.up)
     assert type(model.up) is Int8Linear

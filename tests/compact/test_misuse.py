@@ -45,7 +45,7 @@ def test_no_conversion() -> None:
     with pytest.raises(ValueError, match=r"Network has no active rows.*grass.compact.*grass.param_groups"):
         GrassAdamW(Network())
     model = Network()
-    grass.compact(model, rank=3)
+    grass.compact(model, rank=3, explore=0)
     grass.expand(model)
     with pytest.raises(ValueError, match="no active rows"):
         GrassAdamW(model)
@@ -55,7 +55,7 @@ def test_no_conversion() -> None:
 def test_conversion_after_the_optimizer_was_built(make) -> None:
     model = Network()
     optimizer = make(model)
-    grass.compact(model, rank=3)
+    grass.compact(model, rank=3, explore=0)
     refused(model, optimizer, r"built before grass.compact\(\)")
     grass.expand(model)
     train(model, optimizer, batches(1))
@@ -63,9 +63,9 @@ def test_conversion_after_the_optimizer_was_built(make) -> None:
 
 def test_part_of_the_model_converted_after_the_optimizer_was_built() -> None:
     model = Network()
-    grass.compact(model, rank=3, targets=["up"])
+    grass.compact(model, rank=3, explore=0, targets=["up"])
     optimizer = GrassAdamW(model)
-    grass.compact(model, rank=3)
+    grass.compact(model, rank=3, explore=0)
     refused(model, optimizer, "built before")
 
 
@@ -80,7 +80,7 @@ def test_part_of_the_model_converted_after_the_optimizer_was_built() -> None:
 )
 def test_foreign_optimizer(make) -> None:
     model = Network()
-    grass.compact(model, rank=3)
+    grass.compact(model, rank=3, explore=0)
     optimizer = make(model)
     refused(model, optimizer, r"never reach the model's weights.*grass.attach")
     grass.attach(optimizer, model)
@@ -89,7 +89,7 @@ def test_foreign_optimizer(make) -> None:
 
 def test_behind_a_scheduler_and_a_scaler() -> None:
     model = Network()
-    grass.compact(model, rank=3)
+    grass.compact(model, rank=3, explore=0)
     optimizer = torch.optim.AdamW(model.parameters())
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     refused(model, optimizer, "grass.attach")
@@ -130,7 +130,7 @@ def test_all_ways_to_name_the_parameters(parameters) -> None:
     models = []
     for make in (parameters, lambda model: model):
         model = Network()
-        grass.compact(model, rank=3)
+        grass.compact(model, rank=3, explore=0)
         optimizer = GrassAdamW(make(model), **{**grass.PAPER, "lr": 1e-2, "update_interval": 2, "refresh": "exact"})
         train(model, optimizer, batches(5))
         models.append(model)
@@ -140,7 +140,7 @@ def test_all_ways_to_name_the_parameters(parameters) -> None:
 def test_replacement() -> None:
     """Active rows are neither scaled nor repeated."""
     model = Network()
-    grass.compact(model, rank=3)
+    grass.compact(model, rank=3, explore=0)
     with pytest.raises(ValueError, match="replacement=False"):
         GrassAdamW(model, selection="uniform", replacement=True)
     optimizer = GrassAdamW([model.up.bias])
@@ -155,11 +155,11 @@ def test_replacement() -> None:
 @pytest.mark.parametrize("rank", [2, 8, 0.9])
 def test_another_rank_than_the_layers_have(rank) -> None:
     model = Network()
-    grass.compact(model, rank=3, dim=0)
+    grass.compact(model, rank=3, explore=0, dim=0)
     with pytest.raises(ValueError, match=rf"rank={rank}: must be None or 3"):
         GrassAdamW(model, rank=rank)
     with pytest.raises(ValueError, match="residual=None or False"):
-        GrassAdamW(model, residual=True)
+        GrassAdamW(model, explore=1.0)
     train(model, GrassAdamW([model.up.active, model.down.active], rank=3), batches(1))
 
 
@@ -185,7 +185,7 @@ def test_state_of_another_rank() -> None:
 
 def test_a_layer_cannot_be_left_half_selected() -> None:
     layer = nn.Linear(4, 4)
-    grass.compact(layer, rank=2)
+    grass.compact(layer, rank=2, explore=0)
     before = copy.deepcopy(layer)
     with pytest.raises((RuntimeError, IndexError)):
         layer.select(torch.tensor([1, 9]))

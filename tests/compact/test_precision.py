@@ -31,7 +31,7 @@ HALF = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id=
 def test_autocast(dim: int, half: torch.dtype) -> None:
     """The loss is the plain model's to the bit; gradients are half-precision products in fp32."""
     model, plain, batch = Network(), Network(), batches(1)[0]
-    grass.compact(model, rank=3, dim=dim)
+    grass.compact(model, rank=3, explore=0, dim=dim)
     with torch.autocast("cpu", half):
         loss, expected = loss_of(model, batch), loss_of(plain, batch)
     assert torch.equal(loss, expected)
@@ -49,7 +49,7 @@ def test_autocast(dim: int, half: torch.dtype) -> None:
 def test_autocast_inside_and_without_gradients() -> None:
     """A region in which autocast is off, half-precision inputs within it, and evaluation."""
     model, plain = Network(), Network()
-    grass.compact(model, rank=3)
+    grass.compact(model, rank=3, explore=0)
     x = torch.randn(5, 12)
     with torch.autocast("cpu", torch.bfloat16):
         assert model.up(x).dtype == model.up(x.bfloat16()).dtype == torch.bfloat16
@@ -64,7 +64,7 @@ def test_autocast_inside_and_without_gradients() -> None:
 @pytest.mark.parametrize("dim", DIMS)
 def test_training_under_autocast(tiny_llama, token_batches, dim: int) -> None:
     model = tiny_llama()
-    grass.compact(model, rank=0.25, dim=dim)
+    grass.compact(model, rank=0.25, explore=0, dim=dim)
     optimizer = GrassAdamW(model, lr=1e-2, update_interval=5, state_policy="bank")
     first = selections(model)
     model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
@@ -117,7 +117,7 @@ def test_fine_rows_keep_updates_that_bf16_loses() -> None:
     for active in (torch.bfloat16, torch.float32):
         layer = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
         nn.init.ones_(layer.weight)
-        grass.compact(layer, rank=4, dtype=active)
+        grass.compact(layer, rank=4, explore=0, dtype=active)
         # Rows chosen again, whether in the same order or not, keep the part that the weight cannot hold.
         optimizer = GrassAdamW(layer, lr=1e-4, weight_decay=0.0, update_interval=5, state_policy="keep")
         for _ in range(100):

@@ -47,7 +47,7 @@ def true_norms(model: Network, batch: tuple[Tensor, Tensor], dim: int) -> dict[s
 def test_exact_norms(dim: int) -> None:
     """Also over micro-batches, whose losses add up."""
     model, batch = Network(), batches(1)[0]
-    grass.compact(model, rank=3, dim=dim)
+    grass.compact(model, rank=3, explore=0, dim=dim)
     expected = true_norms(model, batch, dim)
     for layer in compact_layers(model).values():
         layer.begin_sketch(None)
@@ -62,7 +62,7 @@ def test_exact_norms(dim: int) -> None:
 def test_sketched_norms(dim: int) -> None:
     """They are the norms of ``G S``; gathering them leaves output and gradients as they are."""
     model, batch = Network(), batches(1)[0]
-    grass.compact(model, rank=3, dim=dim)
+    grass.compact(model, rank=3, explore=0, dim=dim)
     dense = plain_copy(model)
     loss_of(dense, batch).backward()
     loss_of(model, batch).backward()
@@ -88,7 +88,7 @@ def test_norms_beyond_the_range_of_fp16(dim: int) -> None:
     layer = nn.Linear(64, 2, bias=False)
     if dim == 1:
         x, grad, layer = grad, x, nn.Linear(2, 64, bias=False)
-    grass.compact(layer.half(), rank=1, dim=dim)
+    grass.compact(layer.half(), rank=1, explore=0, dim=dim)
     layer.begin_sketch(torch.ones(64, 4) / 2)
     layer(x.half()).backward(grad.half())
     assert layer.active.grad.isfinite().all()
@@ -129,7 +129,7 @@ def test_energy_that_the_sketch_captures(byte_llama: tuple[nn.Module, Tensor], d
     model, dense = copy.deepcopy(plain), copy.deepcopy(plain)
     dense.zero_grad()
     dense(input_ids=tokens, labels=tokens).loss.backward()
-    grass.compact(model, rank=0.25, dim=dim)
+    grass.compact(model, rank=0.25, explore=0, dim=dim)
     GrassAdamW(model, update_interval=1)  # gathers in the very first step
     model(input_ids=tokens, labels=tokens).loss.backward()
     for name, layer in compact_layers(model).items():
@@ -186,7 +186,7 @@ def test_each_refresh_draws_its_own_sketch() -> None:
     assert not torch.equal(first, second)
     assert not torch.equal(first, other)
     twins = nn.Sequential(nn.Linear(40, 6), nn.Linear(40, 9))
-    grass.compact(twins, rank=3, dim=0)
+    grass.compact(twins, rank=3, explore=0, dim=0)
     GrassAdamW(twins, update_interval=1)
     assert torch.equal(twins[0].signs, twins[1].signs)
 

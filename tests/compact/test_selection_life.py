@@ -29,7 +29,7 @@ from tests.reference import ReferenceGrass, uneven_gradients
 def first_rows(seed: int) -> list[list[int]]:
     torch.rand(seed + 1)  # the global generator plays no part
     model = Network()
-    grass.compact(model, rank=3, seed=seed)
+    grass.compact(model, rank=3, explore=0, seed=seed)
     return selections(model)
 
 
@@ -51,7 +51,7 @@ def test_seeds(rows) -> None:
 
 def test_layers_draw_apart() -> None:
     model = nn.Sequential(*(nn.Linear(50, 50) for _ in range(3)))
-    grass.compact(model, rank=5)
+    grass.compact(model, rank=5, explore=0)
     assert len({str(rows) for rows in selections(model)}) == 3
 
 
@@ -62,7 +62,7 @@ def test_calibration(dim: int) -> None:
     loss_of(model, batches(2)[1]).backward()
     grads, plain = {name: p.grad.clone() for name, p in model.named_parameters()}, copy.deepcopy(model)
     calls = []
-    grass.compact(model, rank=3, dim=dim, calibration=lambda m: calls.append(m) or loss_of(m, batch))
+    grass.compact(model, rank=3, explore=0, dim=dim, calibration=lambda m: calls.append(m) or loss_of(m, batch))
     assert calls == [model]
     for name, p in model.named_parameters():
         assert p.grad is None if name.endswith("active") else torch.equal(p.grad, grads[name])
@@ -78,7 +78,7 @@ def test_calibration(dim: int) -> None:
 def test_calibration_that_fails_or_misses_a_layer() -> None:
     model, rows = Network(), first_rows(0)
     with pytest.raises(ZeroDivisionError):
-        grass.compact(model, rank=3, calibration=lambda m: 1 / 0)
+        grass.compact(model, rank=3, explore=0, calibration=lambda m: 1 / 0)
     assert all(layer.sketch is None for layer in compact_layers(model).values())
     grass.calibrate(model, lambda m: m.up(batches(1)[0][0]).square().sum())
     assert selections(model)[0] != rows[0]
@@ -93,7 +93,7 @@ def test_moments_across_refreshes(policy: str, dim: int, warmup: int) -> None:
     options = dict(lr=1e-2, update_interval=3, state_policy=policy, warmup_after_refresh=warmup, weight_decay=0.1)
     layer = nn.Linear(7, 6, bias=False, dtype=torch.float64)
     oracle = ReferenceGrass(layer.weight, dim=dim, **options)
-    grass.compact(layer, rank=3, dim=dim)
+    grass.compact(layer, rank=3, explore=0, dim=dim)
     rows = [layer.selected.clone(), *(torch.tensor(r) for r in ([0, 1, 2], [1, 2, 5], [3, 4, 5], [0, 1, 5], [0, 1, 5]))]
     PLAYED.append(iter(rows[1:]))
     optimizer = GrassAdamW(layer, selection="playback", **options)
@@ -164,7 +164,7 @@ def test_changing_the_interval_while_training() -> None:
 def test_fine_rows_follow_the_weight_at_a_refresh() -> None:
     """Rows that are new start at the weight's values; rows that stay keep what the weight cannot hold."""
     layer = nn.Linear(6, 4, bias=False, dtype=torch.bfloat16)
-    grass.compact(layer, rank=2, dtype=torch.float32)
+    grass.compact(layer, rank=2, explore=0, dtype=torch.float32)
     layer.select(torch.tensor([1, 3]))
     fine: Tensor = layer.active.detach() + 2**-12
     with torch.no_grad():

@@ -69,7 +69,7 @@ def test_equals_dense_mode(policy: str, dim: int, rule: str, dtype: torch.dtype,
 
     groups = grass.param_groups(dense, rank=3, dim=dim)
     PLAYED.append(iter(played))
-    control = GrassAdamW(groups, selection="playback", residual=False, **options)
+    control = GrassAdamW(groups, selection="playback", explore=0, **options)
     losses = train(dense, control, data)
     assert next(PLAYED.pop(), None) is None, "dense mode asked for every selection"
     assert losses[-1] < losses[0]
@@ -103,7 +103,7 @@ def test_options_mean_what_they_mean_in_dense_mode(options: dict) -> None:
 def test_all_rows_without_refresh_is_adamw(tiny_llama, token_batches, dim: int) -> None:
     hyper = dict(lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1)
     model, plain = tiny_llama(), tiny_llama()
-    grass.compact(model, rank=1.0, dim=dim)
+    grass.compact(model, rank=1.0, explore=0, dim=dim)
     train_llama(model, GrassAdamW(model, update_interval=1000, **hyper), token_batches)
     train_llama(plain, torch.optim.AdamW(plain.parameters(), **hyper), token_batches)
     # As in dense mode's parity tests, but backward multiplies matrices in another layout: ten times the rounding.
@@ -113,7 +113,7 @@ def test_all_rows_without_refresh_is_adamw(tiny_llama, token_batches, dim: int) 
 @pytest.mark.parametrize("policy", ["keep", "bank"])
 def test_all_rows_across_refreshes_is_adamw(policy: str) -> None:
     model, plain = Network(torch.float64), Network(torch.float64)
-    grass.compact(model, rank=1.0)
+    grass.compact(model, rank=1.0, explore=0)
     train(model, GrassAdamW(model, lr=1e-2, update_interval=3, state_policy=policy), batches(20, dtype=torch.float64))
     train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), batches(20, dtype=torch.float64))
     assert largest_difference(model, plain) < 1e-7  # per-row step counts, and what follows from them, are fp32

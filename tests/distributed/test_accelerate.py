@@ -38,7 +38,7 @@ def plugin(**options: Any) -> Any:
 
 def built() -> tuple[Network, GrassAdamW]:
     model = Network(torch.float64)
-    compact(model, rank=3)
+    compact(model, rank=3, explore=0)
     store_contiguously(model)
     return model, GrassAdamW(model, **POLICY)
 

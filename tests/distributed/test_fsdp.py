@@ -46,7 +46,7 @@ def sharded(
     keys = ("mesh", "mp_policy", "reshard_after_forward")
     layout = {key: options.pop(key) for key in keys if key in options}
     model = Network(dtype, seed=seed)
-    compact(model, rank=3, dim=dim, dtype=active)
+    compact(model, rank=3, explore=0, dim=dim, dtype=active)
     placement = shard_placement_fn(model)
     for layer in (model.up, model.mix, model):
         fully_shard(layer, shard_placement_fn=placement, **layout)
@@ -120,7 +120,7 @@ def test_mixed_precision_policy() -> None:
 
 def misplaced(rank: int) -> str:
     model = Network()
-    compact(model, rank=4, dim=0)
+    compact(model, rank=4, explore=0, dim=0)
     fully_shard(model)
     optimizer = GrassAdamW(model)
     with pytest.raises(ValueError, match="shard_placement_fn") as error:

@@ -185,5 +185,5 @@ def test_state_is_checked() -> None:
     _, optimizer = dense()
     with pytest.raises(ValueError, match=r"refresh='half'.*'full' or 'sketch'"):
         ReducedAllreduceState(optimizer, refresh="half")
-    with pytest.raises(ValueError, match="needs residual=False"):
-        ReducedAllreduceState(dense(residual=True)[1])
+    with pytest.raises(ValueError, match="needs explore=0"):
+        ReducedAllreduceState(dense(explore=1.0)[1])

@@ -20,7 +20,7 @@ from tests.distributed.world import run_world
 POLICIES: list[dict[str, Any]] = [
     {"selection": "top_r", "state_policy": "reset"},
     {"selection": "multinomial_norm", "state_policy": "bank", "replacement": True},
-    {"selection": "multinomial_norm", "state_policy": "keep", "residual": True},
+    {"selection": "multinomial_norm", "state_policy": "keep", "explore": 1.0},
 ]
 
 
@@ -95,7 +95,7 @@ def refused(rank: int) -> list[str]:
         train_jointly(model, GrassAdamW(grass.param_groups(model, 3, dim=0)), joint_batches(1, torch.float32))
     errors.append(str(error.value))
     model = Network()
-    grass.compact(model, rank=3)
+    grass.compact(model, rank=3, explore=0)
     with pytest.raises(TypeError, match="Tensor-parallel") as error:
         loss_of(parallel(model), batches(1)[0]).backward()
     return [*errors, str(error.value)]

@@ -38,7 +38,7 @@ def test_compact_gradients_are_rows_of_the_full_one(dim, dtype) -> None:
     plain = nn.Linear(wide, narrow, device=DEVICE, dtype=dtype)
     layer = nn.Sequential(nn.Linear(wide, narrow, device=DEVICE, dtype=dtype))
     layer[0].load_state_dict(plain.state_dict())
-    grass.compact(layer, rank=0.25, dim=dim, dtype=torch.float32, targets="all-linear")
+    grass.compact(layer, rank=0.25, explore=0, dim=dim, dtype=torch.float32, targets="all-linear")
     inputs = [torch.randn(tokens, wide, device=DEVICE, dtype=dtype).requires_grad_() for _ in range(2)]
     with torch.no_grad():
         inputs[1].copy_(inputs[0])
@@ -55,7 +55,7 @@ def made(dtype: torch.dtype, **options) -> tuple[nn.Module, GrassAdamW]:
     """A LLaMA in compact mode and its optimizer."""
     config = llama_config(MODEL, vocab_size=256, max_seq_len=LENGTH)
     model = build_llama(config, seed=0, dtype=dtype, device=DEVICE)
-    grass.compact(model, rank=0.25, dtype=None if options.get("stochastic_rounding") else torch.float32)
+    grass.compact(model, rank=0.25, explore=0, dtype=None if options.get("stochastic_rounding") else torch.float32)
     return model, GrassAdamW(model, **{**OPTIONS, **options})
 
 

@@ -23,7 +23,7 @@ class Module(lightning.LightningModule):
         self.model, self.mode = model, mode
         self.options = {key: value for key, value in MODES[mode].items() if key not in ("mode", "rank", "dim")}
         if mode == "compact":
-            grass.compact(model, rank=4)
+            grass.compact(model, rank=4, explore=0)
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         return self.model(**batch).loss

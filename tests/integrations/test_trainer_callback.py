@@ -127,7 +127,7 @@ def test_no_grass_at_all(tiny_llama: Build, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "build", [lambda model: model, lambda model: grass.compact(model, rank=4, targets=["up_proj"])]
+    "build", [lambda model: model, lambda model: grass.compact(model, rank=4, explore=0, targets=["up_proj"])]
 )
 def test_converted_after_the_optimizer_was_built(tiny_llama: Build, tmp_path: Path, build: Any) -> None:
     """Nothing of it, or a part: refused before a step, naming the layers."""
@@ -136,7 +136,7 @@ def test_converted_after_the_optimizer_was_built(tiny_llama: Build, tmp_path: Pa
     plain = transformers.Trainer(model, args, train_dataset=examples())
     plain.add_callback(GrassCallback(plain))
     plain.create_optimizer()
-    grass.compact(model, rank=4)
+    grass.compact(model, rank=4, explore=0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(RuntimeError, match=r"converted after their optimizer.*layers\.0\.self_attn\.q_proj"):
         plain.train()
@@ -147,7 +147,7 @@ class ConvertsAtTheStart(transformers.TrainerCallback):
     """The mistake: Trainer has built its optimizer by then."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        grass.compact(kwargs["model"], rank=4)
+        grass.compact(kwargs["model"], rank=4, explore=0)
 
 
 @pytest.mark.parametrize("with_ours", [True, False], ids=["with GrassCallback", "without"])
@@ -179,7 +179,7 @@ def test_trained_twice(tiny_llama: Build, tmp_path: Path) -> None:
 def test_plain_trainer_with_a_model_converted_before(tiny_llama: Build, tmp_path: Path) -> None:
     """The two-line form: the optimizer given to Trainer as an object."""
     model = tiny_llama()
-    grass.compact(model, rank=4)
+    grass.compact(model, rank=4, explore=0)
     optimizer = grass.GrassAdamW(model, lr=1e-2, update_interval=2)
     given = transformers.Trainer(model, arguments(tmp_path), train_dataset=examples(), optimizers=(optimizer, None))
     given.add_callback(GrassCallback(given))

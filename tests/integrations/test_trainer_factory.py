@@ -127,7 +127,7 @@ def test_conversion(tiny_llama: Build) -> None:
     layer = model.model.layers[0].mlp.up_proj
     assert (layer.dim, layer.active.dtype, layer.active.shape) == (0, torch.float32, (4, 32))
     expected = tiny_llama()
-    grass.compact(expected, rank=4, dim=0, seed=3)
+    grass.compact(expected, rank=4, explore=0, dim=0, seed=3)
     assert torch.equal(layer.selected, expected.model.layers[0].mlp.up_proj.selected)
     again = GrassFactory()(model)
     assert names(again) == names(optimizer)
@@ -152,7 +152,7 @@ def test_conversion(tiny_llama: Build) -> None:
 def test_errors(keywords: dict[str, Any], converted: bool, message: str) -> None:
     model = Norms()
     if converted:
-        grass.compact(model, rank=4)
+        grass.compact(model, rank=4, explore=0)
     with pytest.raises(ValueError, match=message):
         GrassFactory()(model, **keywords)
 

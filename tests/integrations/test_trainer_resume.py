@@ -33,8 +33,8 @@ CASES = [
 
 PREPARED: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "float32 rows": (lambda model: model.bfloat16(), {"dtype": torch.float32}),
-    "converted before": (lambda model: grass.compact(model, rank=4, dim=0), {"rank": None}),
-    "int8": (lambda model: grass.compact(model, rank=4, weights="int8"), {"rank": None}),
+    "converted before": (lambda model: grass.compact(model, rank=4, explore=0, dim=0), {"rank": None}),
+    "int8": (lambda model: grass.compact(model, rank=4, explore=0, weights="int8"), {"rank": None}),
 }
 
 

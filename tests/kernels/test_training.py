@@ -24,7 +24,7 @@ def train(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 7)).to(DEVICE, dtype)
     if compact:
-        grass.compact(model, rank=0.4, dim=dim, dtype=rows, weights=options.pop("weights", None))
+        grass.compact(model, rank=0.4, explore=0, dim=dim, dtype=rows, weights=options.pop("weights", None))
         optimizer = grass.GrassAdamW(model, **{**OPTIONS, **options})
     else:
         optimizer = grass.GrassAdamW(model.parameters(), rank=0.4, **{**OPTIONS, "dim": dim, **options})

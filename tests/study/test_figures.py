@@ -27,8 +27,8 @@ def directory(tmp_path, grid_file):
         ("grass", "lr=0.1 update_interval=3", 0.011),
         ("grass", "lr=0.1 compact=True update_interval=10", 0.0066),
         ("grass", "lr=0.1", 0.00836),  # the default interval of 25
-        ("grass", "lr=0.1 rank=1.0 update_interval=1000 residual=False", 0.01),  # AdamW, its body at another rate
-        ("grass", "lr=0.1 residual=False", 0.0072),
+        ("grass", "lr=0.1 rank=1.0 update_interval=1000 explore=0", 0.01),  # AdamW, its body at another rate
+        ("grass", "lr=0.1 explore=0", 0.0072),
     ],
 )
 def test_step_time_has_its_share_of_a_refresh(method, settings, seconds):

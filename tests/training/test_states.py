@@ -12,7 +12,7 @@ from grass.training.states import read_state, write_state
 def state():
     """Of a compact model whose moments are column-major, narrow and partly in host memory."""
     model = build_llama(llama_config("1m", vocab_size=257, max_seq_len=16), dtype=torch.bfloat16)
-    grass.compact(model, rank=16, dtype=torch.float32)
+    grass.compact(model, rank=16, explore=0, dtype=torch.float32)
     optimizer = grass.GrassAdamW(model, state_policy="bank", moment_dtype="8bit")
     model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
     optimizer.step()

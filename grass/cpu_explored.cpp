@@ -1,7 +1,9 @@
-// The chosen rows of a float32 weight stepped, and its residual: the others move along their gradient. Formulas in
-// steps/residual.py, with the chosen rows' updates `lr scale D`, which are at hand, in place of `D`.
+// The selected rows of a float32 weight stepped, and its explored rows moved. Formulas in exploration.py, with the
+// selected rows' updates `lr scale D`, which are at hand, in place of `D`.
 
 #include "cpu_kernel.h"
+
+#include <algorithm>
 
 namespace {
 
@@ -21,24 +23,38 @@ std::vector<double> total(const Team& team, std::vector<float> Sums::*part) {
     return sums;
 }
 
-// Rows of a weight (m, n), chosen rows (r, n): gradient and weight are read once.
+// The rows that move without state: those listed, or all that are not selected.
+std::vector<int64_t> explored_rows(const Weight& x) {
+    if (x.explored) return {x.explored, x.explored + x.q};
+    std::vector<char> selected(x.total);
+    for (int64_t k = 0; k < x.r; ++k) selected[x.indices[k]] = 1;
+    std::vector<int64_t> others;
+    for (int64_t i = 0; i < x.total; ++i)
+        if (!selected[i]) others.push_back(i);
+    return others;
+}
+
+// Rows of a weight (m, n), selected rows (r, n), whole or active: gradient and weight are read once.
 void rows(const Weight& x, const Coefficients& c, const Adam& a, const Team& team) {
-    const int64_t m = x.total, n = x.width;
+    const int64_t n = x.width;
+    const bool active = x.values;
     const float shrink = x.shrink;
     Sums& mine = team.sums[team.thread] = {std::vector<float>(n), std::vector<float>(n), 0.0};
     float *updates = mine.updates.data(), *gradients = mine.gradients.data();
     for (int64_t k = team.begin(x.r); k < team.end(x.r); ++k) {
-        const float *g = x.grad + x.indices[k] * n, size = c.step_size[k], unbias = c.unbias[k];
-        float *w = x.weight + x.indices[k] * n, *exp_avg = x.exp_avg + k * n, *exp_avg_sq = x.exp_avg_sq + k * n;
+        const float *g = x.grad + (active ? k : x.indices[k]) * n, size = c.step_size[k], unbias = c.unbias[k];
+        float* w = x.weight ? x.weight + x.indices[k] * n : nullptr;
+        float *value = active ? x.values + k * n : w, *exp_avg = x.exp_avg + k * n, *exp_avg_sq = x.exp_avg_sq + k * n;
         float length = 0;
 #pragma omp simd reduction(+ : length)
         for (int64_t j = 0; j < n; ++j) {
             const float update = size * a.direction(g[j], exp_avg[j], exp_avg_sq[j], unbias);
-            w[j] = w[j] * shrink - update;
+            value[j] = value[j] * shrink - update;
             length += update * update;
             updates[j] += update * update;
             gradients[j] += g[j] * g[j];
         }
+        if (active && w) std::copy(value, value + n, w);
         mine.lengths += std::sqrt(length);
     }
     team.wait();
@@ -48,24 +64,27 @@ void rows(const Weight& x, const Coefficients& c, const Adam& a, const Team& tea
     team.wait();  // until all have read what the next weight overwrites
     std::vector<float> factors(n);
     for (int64_t j = 0; j < n; ++j) factors[j] = over_root(std::sqrt(all_updates[j]), all_gradients[j]);
-    std::vector<char> chosen(m);
-    for (int64_t k = 0; k < x.r; ++k) chosen[x.indices[k]] = 1;
     const float* phi = factors.data();
-    for (int64_t i = team.begin(m); i < team.end(m); ++i) {
-        if (chosen[i]) continue;
-        const float* g = x.grad + i * n;
-        float *w = x.weight + i * n, square = 0;
-        prefetch(w, n);
-        prefetch(g + n, n);
+    const std::vector<int64_t> others = explored_rows(x);
+    const int64_t count = others.size();
+    for (int64_t k = team.begin(count); k < team.end(count); ++k) {
+        const float* g = active ? x.explored_grad + k * n : x.grad + others[k] * n;
+        float* w = x.weight ? x.weight + others[k] * n : nullptr;
+        float *value = active ? x.explored_values + k * n : w, square = 0;
+        if (k + 1 < count) {  // the next row
+            prefetch(active ? value + n : x.weight + others[k + 1] * n, n);
+            prefetch(active ? g + n : x.grad + others[k + 1] * n, n);
+        }
 #pragma omp simd reduction(+ : square)
         for (int64_t j = 0; j < n; ++j) square += phi[j] * g[j] * (phi[j] * g[j]);
-        const float step = a.sign * over_root(mean, static_cast<double>(square));
+        const float step = a.sign * over_root(mean * x.reach, static_cast<double>(square));
 #pragma omp simd
-        for (int64_t j = 0; j < n; ++j) w[j] -= step * (phi[j] * g[j]);
+        for (int64_t j = 0; j < n; ++j) value[j] -= step * (phi[j] * g[j]);
+        if (active && w) std::copy(value, value + n, w);
     }
 }
 
-// Columns of a weight (m, n), chosen columns (m, r): the gradient is read twice, the weight once.
+// Columns of a weight (m, n), selected columns (m, r): the gradient is read twice, the weight once.
 void columns(const Weight& x, const Coefficients& c, const Adam& a, const Team& team) {
     const int64_t n = x.total, r = x.r, *indices = x.indices, from = team.begin(x.width), to = team.end(x.width);
     const float shrink = x.shrink, *size = c.step_size.data(), *unbias = c.unbias.data();
@@ -104,8 +123,7 @@ void columns(const Weight& x, const Coefficients& c, const Adam& a, const Team& 
     double mean = 0;
     for (double square : lengths) mean += std::sqrt(square) / r;
     std::vector<float> steps(n);
-    for (int64_t j = 0; j < n; ++j) steps[j] = a.sign * over_root(mean, all_squares[j]);
-    for (int64_t k = 0; k < r; ++k) steps[indices[k]] = 0;
+    for (int64_t j : explored_rows(x)) steps[j] = a.sign * over_root(mean * x.reach, all_squares[j]);
     const float* step = steps.data();
     for (int64_t i = from; i < to; ++i) {
         const float *g = x.grad + i * n, *update = compact.data() + (i - from) * r, phi = factors[i - from];
@@ -118,6 +136,6 @@ void columns(const Weight& x, const Coefficients& c, const Adam& a, const Team& 
 
 }  // namespace
 
-void step_with_residual(const Weight& x, const Coefficients& c, const Adam& a, const Team& team) {
+void step_and_explore(const Weight& x, const Coefficients& c, const Adam& a, const Team& team) {
     (x.in_rows ? rows : columns)(x, c, a, team);
 }

@@ -1,4 +1,4 @@
-"""The residual, beyond what :mod:`tests.test_optimizer_reference` compares with a slow reference."""
+"""Explored rows, beyond what :mod:`tests.test_optimizer_reference` compares with a slow reference."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.reference import gradients_for, run, uneven_gradients
 OPTIONS = dict(lr=1e-2, update_interval=3, selection="multinomial_norm", weight_decay=0.0)
 
 
-def stepped(residual: bool, dim: int, steps: int = 1, shape: tuple[int, int] = (9, 12), **options) -> tuple:
+def stepped(explored: int | float, dim: int, steps: int = 1, shape: tuple[int, int] = (9, 12), **options) -> tuple:
     """Weights before and after some steps on the same gradients, and the optimizer's state."""
     parameter = Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     before = parameter.detach().clone()
-    optimizer = GrassAdamW([parameter], dim=dim, residual=residual, **{**OPTIONS, "rank": 4, **options})
+    optimizer = GrassAdamW([parameter], dim=dim, explore=explored, **{**OPTIONS, "rank": 4, **options})
     for gradient in uneven_gradients(shape, steps):
         parameter.grad = gradient.float()
         optimizer.step()
@@ -34,7 +34,7 @@ def stepped(residual: bool, dim: int, steps: int = 1, shape: tuple[int, int] = (
 @pytest.mark.parametrize("fused", [False, None])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_chosen_rows_step_as_without_it(dim: int, fused: bool | None) -> None:
-    (before, with_it, optimizer), (_, without, _) = (stepped(flag, dim, fused=fused) for flag in (True, False))
+    (before, with_it, optimizer), (_, without, _) = (stepped(q, dim, fused=fused) for q in (1.0, 0))
     rows = optimizer.state[optimizer.param_groups[0]["params"][0]]["indices"]
     others = [row for row in range(before.shape[dim]) if row not in rows]
     assert torch.equal(with_it.index_select(dim, rows), without.index_select(dim, rows))
@@ -49,13 +49,13 @@ def test_full_rank_is_adamw(dim: int) -> None:
     ours = [Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))]
     theirs = copy.deepcopy(ours)
     gradients = gradients_for(ours, 10)
-    run(GrassAdamW(ours, rank=6, dim=dim, residual=True, update_interval=100, lr=1e-2), ours, gradients)
+    run(GrassAdamW(ours, rank=6, dim=dim, explore=1.0, update_interval=100, lr=1e-2), ours, gradients)
     run(torch.optim.AdamW(theirs, lr=1e-2), theirs, gradients)
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-7)  # float32
 
 
 def test_no_more_state() -> None:
-    (_, _, with_it), (_, _, without) = (stepped(flag, 1, 7, state_policy="bank") for flag in (True, False))
+    (_, _, with_it), (_, _, without) = (stepped(q, 1, 7, state_policy="bank") for q in (1.0, 0))
     assert state_bytes(with_it) == state_bytes(without)
 
 
@@ -63,7 +63,7 @@ def test_no_more_state() -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_rows_without_gradient_stay(dim: int, gradient: Tensor) -> None:
     parameter = Parameter(torch.randn(9, 12))
-    before, optimizer = parameter.detach().clone(), GrassAdamW([parameter], rank=3, dim=dim, residual=True, **OPTIONS)
+    before, optimizer = parameter.detach().clone(), GrassAdamW([parameter], rank=3, dim=dim, explore=1.0, **OPTIONS)
     for _ in range(4):
         parameter.grad = gradient.clone()
         optimizer.step()
@@ -78,7 +78,7 @@ def test_the_gradients_scale_does_not_matter(power: int) -> None:
     trained = []
     for scale in (1.0, 2.0**power):
         parameter = Parameter(torch.ones(5, 7))
-        optimizer = GrassAdamW([parameter], rank=2, residual=True, eps=0.0, **OPTIONS)
+        optimizer = GrassAdamW([parameter], rank=2, explore=1.0, eps=0.0, **OPTIONS)
         for gradient in uneven_gradients((5, 7), 5):
             parameter.grad = gradient.float() * scale
             optimizer.step()
@@ -88,13 +88,13 @@ def test_the_gradients_scale_does_not_matter(power: int) -> None:
 
 @pytest.mark.parametrize(("moment_dtype", "error"), [("bfloat16", 0.1), ("8bit", 0.5)])
 def test_narrow_moments(moment_dtype: str, error: float) -> None:
-    """The residual reads moments as they are stored, and leaves them so; 8 bits code such uneven rows coarsely."""
+    """Exploring reads moments as they are stored, and leaves them so; 8 bits code such uneven rows coarsely."""
     (before, exact, _), (_, narrow, _) = (
-        stepped(True, 1, 6, shape=(64, 48), moment_dtype=d) for d in ("float32", moment_dtype)
+        stepped(1.0, 1, 6, shape=(64, 48), moment_dtype=d) for d in ("float32", moment_dtype)
     )
     moved = exact - before
     assert (narrow - exact).norm() < error * moved.norm()
-    with_it, without = (stepped(flag, 1, 1, moment_dtype=moment_dtype)[2] for flag in (True, False))
+    with_it, without = (stepped(q, 1, 1, moment_dtype=moment_dtype)[2] for q in (1.0, 0))
     for ours, theirs in zip(with_it.state.values(), without.state.values(), strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in ours if isinstance(ours[key], Tensor))
 
@@ -104,7 +104,7 @@ def test_stochastic_rounding_keeps_small_updates() -> None:
     moved = []
     for dtype in (torch.float32, torch.bfloat16):
         parameter = Parameter(torch.ones(64, 64, dtype=dtype))
-        optimizer = GrassAdamW([parameter], rank=4, residual=True, stochastic_rounding=True, **{**OPTIONS, "lr": 4e-4})
+        optimizer = GrassAdamW([parameter], rank=4, explore=1.0, stochastic_rounding=True, **{**OPTIONS, "lr": 4e-4})
         for _ in range(40):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
@@ -117,7 +117,7 @@ def test_channels_last_weights() -> None:
     for memory_format in (torch.contiguous_format, torch.channels_last):
         generator = torch.Generator().manual_seed(0)
         parameter = Parameter(torch.randn(6, 3, 2, 2, generator=generator).to(memory_format=memory_format))
-        optimizer = GrassAdamW([parameter], rank=2, residual=True, **OPTIONS)
+        optimizer = GrassAdamW([parameter], rank=2, explore=1.0, **OPTIONS)
         for gradient in uneven_gradients((6, 3, 2, 2), 4):
             parameter.grad = gradient.float().to(memory_format=memory_format)
             optimizer.step()
@@ -126,10 +126,10 @@ def test_channels_last_weights() -> None:
 
 
 def test_what_it_does_not_go_with() -> None:
-    with pytest.raises(ValueError, match="residual=True takes replacement=False"):
-        GrassAdamW([Parameter(torch.ones(4, 4))], rank=2, residual=True, replacement=True, selection="uniform")
-    with pytest.raises(ValueError, match="Invalid residual=2: must be one of None, False, True"):
-        GrassAdamW([Parameter(torch.ones(4, 4))], rank=2, residual=2)
+    with pytest.raises(ValueError, match="explore=1.0 takes replacement=False"):
+        GrassAdamW([Parameter(torch.ones(4, 4))], rank=2, explore=1.0, replacement=True, selection="uniform")
+    with pytest.raises(ValueError, match="Invalid explore=-2: must be an integer >= 0, a fraction"):
+        GrassAdamW([Parameter(torch.ones(4, 4))], rank=2, explore=-2)
 
 
 SHAPES = [(9, 12), (31, 7), (1, 5), (64, 257), (300, 257), (257, 300)]
@@ -148,7 +148,7 @@ def many_stepped(fused: bool, layout: str, **options) -> list[Tensor]:
     if layout == "column-major":
         weights = [weight.t().contiguous().t() for weight in weights]
     parameters = [Parameter(weight) for weight in weights]
-    optimizer = GrassAdamW(parameters, rank=0.3, residual=True, fused=fused, **{**OPTIONS, **options})
+    optimizer = GrassAdamW(parameters, rank=0.3, explore=1.0, fused=fused, **{**OPTIONS, **options})
     for gradients in zip(*(uneven_gradients(shape, 7) for shape in SHAPES), strict=True):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
@@ -162,7 +162,7 @@ def many_stepped(fused: bool, layout: str, **options) -> list[Tensor]:
 def test_compiled_equals_operators(dim: int, layout: str, policy: str, threads: int, monkeypatch) -> None:
     options = {"dim": dim, "state_policy": policy, "maximize": dim == 1, "weight_decay": 0.1}
     theirs = many_stepped(False, layout, **options)
-    monkeypatch.setattr(arithmetic, "step_residual", None)  # not called
+    monkeypatch.setattr(arithmetic, "step_explored", None)  # not called
     ours, again = (many_stepped(True, layout, **options) for _ in range(2))
     for our, same, their in zip(ours, again, theirs, strict=True):
         torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-5)  # float32 sums in another order

@@ -1,0 +1,74 @@
+r"""Explored rows: in every step some of the rows without Adam state move along their gradient.
+
+Of the ``n`` rows of a weight (``dim=1``: columns), ``r`` are selected and have Adam state. In every step ``q`` of the
+others are drawn at random. With ``D`` the AdamW direction of the selected rows and ``G`` the gradient::
+
+    phi_j = |D[:, j]| / |G[sigma, j]|                      AdamW's scaling of column j, measured on the selected rows
+    U_i   = phi * G_i                                      of an explored row i
+    W_i  <- W_i - lr scale reach U_i / |U_i| mean_k |D_k|
+
+An explored row moves ``reach`` times as far as the selected rows do on average, because it rests in other steps. With
+``q = n - r`` every row moves and ``reach`` is 1. No state is kept. Scaling the rest of the gradient like its low-rank
+part is Fira's idea (Chen et al., 2024, arXiv 2410.01623, section 4); setting each row's length, and drawing the rows,
+are ours. ``docs/quality.md`` has the measurements.
+
+The draw follows from seed, parameter and step: ranks agree on it without communication, and a resumed run repeats it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grass.selection import draw_generator
+
+REACH_EXPONENT = 0.75
+
+
+def resolve_explore(explore: int | float | None, rank: int, size: int) -> int:
+    """Rows to explore in each step.
+
+    Args:
+        explore: a count, a fraction of ``size``, or ``None`` for as many as are selected. A fraction is cut to the
+            ``size - rank`` rows that are not selected, so that ``1.0`` means all of them.
+        rank: selected rows.
+        size: all rows.
+    """
+    if isinstance(explore, float):
+        return min(max(round(explore * size), int(explore > 0)), size - rank)
+    return min(rank, size - rank) if explore is None else explore
+
+
+def reach(size: int, rank: int, count: int) -> float:
+    """How much farther an explored row moves than a selected one: ``((n - r) / q) ** 0.75``; 1 if all others move.
+
+    The inverse of the share of steps in which a row moves, damped. ``docs/quality.md`` compares exponents.
+    """
+    return float(((size - rank) / count) ** REACH_EXPONENT)
+
+
+def norm_correction(size: int, rank: int, count: int) -> float:
+    """Factor ``sqrt((n - r) / q)`` on the gradient of explored rows.
+
+    With it the squared norm of selected and explored rows has the whole gradient's as its expectation, so a clipping
+    threshold keeps its meaning. The move is unchanged, because its length is set.
+    """
+    return float(((size - rank) / count) ** 0.5)
+
+
+def draw_explored(selected: Tensor, size: int, count: int, seed: int, parameter: int, step: int) -> Tensor:
+    """Draw ``count`` of the rows that are not ``selected``, uniformly without replacement.
+
+    Args:
+        selected: int64 ``(r,)``, distinct, on any device.
+        size: all rows.
+        count: at most ``size - r``.
+        seed: of the optimizer.
+        parameter: the parameter's place among all groups.
+        step: steps that this parameter has taken.
+
+    Returns:
+        int64 ``(count,)``, ascending, on the device of ``selected``.
+    """
+    keys = torch.rand(size, generator=draw_generator(seed, parameter, "explore", step)).to(selected.device)
+    return keys.index_fill_(0, selected, -1.0).topk(count).indices.sort().values

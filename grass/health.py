@@ -1,0 +1,103 @@
+"""What can go wrong without an error: rows that get no gradient, refreshes that never happen, two optimizers."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from grass.layers import CompactLayer
+from grass.moments import State, shared_steps
+from grass.selection import needs_norms
+
+logger = logging.getLogger("grass")
+
+
+class Owner:
+    """The optimizer that trains a layer's active rows, held weakly. A copied or unpickled layer has none yet."""
+
+    def __init__(self, optimizer: Optimizer | None = None) -> None:
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    def __reduce__(self) -> tuple[type[Owner], tuple[()]]:
+        return Owner, ()
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """``None`` if there is none any more."""
+        return None if self._optimizer is None else self._optimizer()
+
+    @staticmethod
+    def check(layer: CompactLayer, optimizer: Optimizer) -> None:
+        """Make ``optimizer`` the owner of a layer without one.
+
+        Raises:
+            RuntimeError: another optimizer was built on these active rows later.
+        """
+        owner = layer.owner.optimizer if layer.owner is not None else None
+        if owner is None:
+            layer.owner = Owner(optimizer)
+        elif owner is not optimizer:
+            raise RuntimeError(
+                f"The active rows of {layer.label!r} belong to a {type(owner).__name__} that was built later: two "
+                "optimizers would choose rows for one layer. Build one, and delete it before you build another"
+            )
+
+
+class Health:
+    """Warns once about weights that do not train: after an interval without a gradient, or of an overdue refresh."""
+
+    def __init__(self) -> None:
+        self._missed: dict[str, int] = {}
+        self._warned: set[str] = set()
+
+    def check(
+        self, groups: list[dict[str, Any]], states: Mapping[Tensor, State], layers: Mapping[int, CompactLayer]
+    ) -> None:
+        """Look at all selected weights after a step."""
+        idle, overdue, position = [], [], 0
+        for group in groups:
+            for i, p in enumerate(group["params"]):
+                layer, position = layers.get(id(p)), position + 1
+                if layer is None and (group["rank"] is None or p.ndim < 2) or not p.requires_grad:
+                    continue
+                name = _name(group, i, position - 1, layer)
+                if self._is_idle(name, p, group["update_interval"]):
+                    idle.append(name)
+                if p.grad is not None and _is_overdue(states.get(p), group):
+                    overdue.append(name)
+        self._warn("got no gradient for a whole update_interval and do not train", idle)
+        self._warn(
+            "have an overdue refresh: no gradient norms arrived. Gradients set by hand, as by torch.autograd.grad, "
+            "bring none in compact mode; selection='uniform' needs none",
+            overdue,
+        )
+
+    def _is_idle(self, name: str, p: Tensor, interval: int) -> bool:
+        if p.grad is not None:
+            self._missed.pop(name, None)
+            return False
+        self._missed[name] = self._missed.get(name, 0) + 1
+        return self._missed[name] == interval
+
+    def _warn(self, what: str, names: list[str]) -> None:
+        new = [name for name in names if what + name not in self._warned]
+        self._warned.update(what + name for name in new)
+        if new:
+            logger.warning("Grass: %d weights %s: %s", len(new), what, ", ".join(new))
+
+
+def _name(group: dict[str, Any], i: int, position: int, layer: CompactLayer | None) -> str:
+    if layer is not None and layer.label:
+        return layer.label
+    return str(group["param_names"][i]) if "param_names" in group else f"parameter {position}"
+
+
+def _is_overdue(state: State | None, group: dict[str, Any]) -> bool:
+    if not state or "refresh_step" not in state or not needs_norms(group["selection"]):
+        return False
+    return shared_steps(state) == 2 * group["update_interval"]
