@@ -190,12 +190,14 @@ def _checked_ranks(
         raise ValueError(f"Invalid {rank=}: must be a fraction in (0, 1] or an integer up to {size} ({name}, {dim=})")
     explored = resolve_explore(explore, resolved, size)
     if resolved + explored > size:
-        raise ValueError(f"Invalid {explore=}: must be a fraction or an integer up to {size - resolved} ({name}, {dim=})")
+        raise ValueError(
+            f"Invalid {explore=}: must be a fraction or an integer up to {size - resolved} ({name}, {dim=})"
+        )
     if isinstance(layer, CompactLayer):
-        was = layer.rank, layer.explored.numel(), layer.dim, layer.weights
-        asked = resolved, explored, dim, weights
+        was = layer.rank, layer.dim, layer.explored.numel(), layer.weights
+        asked = resolved, dim, explored, weights
         if was != asked:
-            given, now = ("rank={}, explore={}, dim={}, weights={!r}".format(*values) for values in (was, asked))
+            given, now = ("rank={}, dim={}, explore={}, weights={!r}".format(*values) for values in (was, asked))
             raise ValueError(f"{name} was converted with {given}, not {now}; call grass.expand(model) first")
     return resolved, explored
 
@@ -214,7 +216,9 @@ def _convert(
     layer.__class__ = _compact_class(layer, weights)
     matrix = layer.matrix().transpose(0, dim).contiguous().transpose(0, dim)
     layer.rank, layer.dim, layer.sketch, layer.signs, layer.first_draw = rank, dim, None, None, first_draw
-    layer.register_buffer("chosen", torch.empty(rank + explored, dtype=torch.int64, device=matrix.device), persistent=False)
+    layer.register_buffer(
+        "chosen", torch.empty(rank + explored, dtype=torch.int64, device=matrix.device), persistent=False
+    )
     layer.chosen.copy_(layer.draw_first())
     rows = layer.active_projector().gather(matrix)
     layer.active = nn.Parameter(rows.to(dtype or (torch.float32 if weights else matrix.dtype)))

@@ -17,8 +17,7 @@ class CompactConv1D(CompactLayer, Conv1D):
 
     def __repr__(self) -> str:
         weights = f", weights={self.weights}" if self.weights else ""
-        rows = f"rank={self.rank}, explore={len(self.explored)}, dim={self.dim}"
-        return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, {rows}{weights})"
+        return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, {self.rows_repr()}{weights})"
 
 
 class Int8Conv1D(Int8Weight, CompactConv1D):

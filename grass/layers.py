@@ -376,7 +376,12 @@ class CompactLayer(nn.Module):
     def extra_repr(self) -> str:
         """The plain layer's, with rank and dim."""
         weights = f", weights={self.weights}" if self.weights else ""
-        return f"{super().extra_repr()}, rank={self.rank}, explore={len(self.explored)}, dim={self.dim}{weights}"
+        return f"{super().extra_repr()}, {self.rows_repr()}{weights}"
+
+    def rows_repr(self) -> str:
+        """Rank, dim and how many rows are explored, as keyword arguments."""
+        explored = len(self.explored)
+        return f"rank={self.rank}, dim={self.dim}" + (f", explore={explored}" if explored else "")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.sync()

@@ -62,18 +62,21 @@ def test_step(dim, mode, layout, per_row, maximize) -> None:
 @pytest.mark.parametrize("policy", ["reset", "keep", "bank"])
 @pytest.mark.parametrize("decay", ["selected", "all"])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+@pytest.mark.parametrize("explore", [0, 0.3], ids=["", "exploring"])
 @pytest.mark.parametrize("mode", ["dense", "compact", "int8"])
-def test_training_agrees_with_torch_operators(mode: str, dim: int, decay: str, policy: str) -> None:
+def test_training_agrees_with_torch_operators(mode: str, explore: float, dim: int, decay: str, policy: str) -> None:
     def train(fused: bool | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(13, 31), torch.nn.Tanh(), torch.nn.Linear(31, 7))
-        params, rank = model, {"rank": 0.4, "dim": dim}
+        params, rank = model, {"rank": 0.4, "dim": dim, "explore": explore}
         if mode == "dense":
             params = grass.param_groups(model, targets="all-linear", **rank)
         else:
             grass.compact(model, **rank, weights=None if mode == "compact" else "int8")
         options = {"update_interval": 3, "selection": "uniform", "state_policy": policy, "decay": decay}
-        optimizer = grass.GrassAdamW(params, lr=1e-2, weight_decay=0.1, fused=fused, **PAPER | options)
+        optimizer = grass.GrassAdamW(
+            params, lr=1e-2, weight_decay=0.1, fused=fused, **PAPER | options | {"explore": None}
+        )
         for _ in range(12):
             optimizer.zero_grad()
             model(torch.randn(5, 13)).square().sum().backward()

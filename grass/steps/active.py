@@ -6,6 +6,7 @@ from grass.active import adopt, choose_rows, norms_for, prepare, reach_of
 from grass.bank_exchange import BankExchange
 from grass.layers import CompactLayer
 from grass.refresh import carry_moments, refresh_due
+from grass.precision import shrink_
 from grass.shards import local
 from grass.steps.arithmetic import step_rows
 from grass.steps.group import GroupStep, Member, count
@@ -21,7 +22,9 @@ def step_active(step: GroupStep, every: list[Active]) -> None:
     count([member.state for member, _ in begun])
     if step.group["decay"] == "all":
         for member, layer in begun:
-            layer.decay_(step.numbers(member.state).shrink, step.value_key(member.position, member.state))
+            shrink, key = step.numbers(member.state).shrink, step.value_key(member.position, member.state)
+            layer.decay_(shrink, key)
+            shrink_(layer.explored_part(layer.rows()), shrink, key)
     step_rows(step, [_rows(member, layer) for member, layer in begun])
     for member, layer in begun:
         if layer.scale() is not None:

@@ -71,7 +71,11 @@ def _rows(step: GroupStep, member: Member) -> Rows:
     selection = state["indices"], state.get("row_scale"), state["dim"]
     size = as_matrix(p).shape[state["dim"]]
     explored = explored_in_dense(state, step.group, position, size)
-    moving = None if explored is None else Explored(grad, reach(size, len(state["indices"]), explored.count), explored.indices)
+    moving = (
+        None
+        if explored is None
+        else Explored(grad, reach(size, len(state["indices"]), explored.count), explored.indices)
+    )
     return Rows(weight, *selection, whole_grad, None, state, position, moving)
 
 

@@ -197,7 +197,11 @@ def test_conv1d(dim: int) -> None:
     conv1d = pytest.importorskip("transformers").pytorch_utils.Conv1D
     model = nn.Sequential(conv1d(10, 6), conv1d(6, 10))
     plain = copy.deepcopy(model)
-    assert grass.compact(model, rank=2, explore=0, dim=dim) == grass.compact(model, rank=2, explore=0, dim=dim) == ["0", "1"]
+    assert (
+        grass.compact(model, rank=2, explore=0, dim=dim)
+        == grass.compact(model, rank=2, explore=0, dim=dim)
+        == ["0", "1"]
+    )
     x = torch.randn(3, 6)
     torch.testing.assert_close(model(x), plain(x))
     assert f"rank=2, dim={dim}" in repr(model)

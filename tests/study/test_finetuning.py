@@ -121,9 +121,7 @@ def test_head_and_embeddings_train_at_full_rank(base, compact):
     assert len(projected) == 4 * 7
     assert all(".layers." in name for name in projected)
     before = {name: p.detach().clone() for name, p in task.model.named_parameters()}
-    optimizer = build_optimizer(
-        task.model, OptimizerConfig(lr=0.01, compact=compact, explore=0)
-    )
+    optimizer = build_optimizer(task.model, OptimizerConfig(lr=0.01, compact=compact, explore=0))
     batch = task.collator([task.dataset["train"][i] for i in range(4)])
     task.model(**batch).loss.backward()
     optimizer.step()

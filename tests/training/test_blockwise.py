@@ -50,7 +50,9 @@ def test_converted_layers_train():
     model = build_llama(config, dtype=torch.bfloat16, convert=to_int8, checkpointing=True, chunk_tokens=10)
     assert sum(isinstance(module, CompactLayer) for module in model.modules()) == 4 * 7
     assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
-    grass.compact(model, rank=16, explore=0, weights="int8")  # as building an optimizer does: nothing is left to convert
+    grass.compact(
+        model, rank=16, explore=0, weights="int8"
+    )  # as building an optimizer does: nothing is left to convert
     optimizer = grass.GrassAdamW(model, lr=3e-3, update_interval=4)
     losses = []
     for _ in range(10):
