@@ -24,8 +24,8 @@ def layers_of(parameters: Iterable[Tensor]) -> list[CompactLayer]:
     Hold on to the result: the search takes time in proportion to all layers alive, and the layers know their
     parameters also after a wrapper has replaced these.
     """
-    held = {id(p) for p in parameters}
-    return [layer for layer in LAYERS if id(layer._parameters.get("active")) in held]
+    alive = {id(layer._parameters.get("active")): layer for layer in LAYERS}
+    return [alive[id(p)] for p in parameters if id(p) in alive]
 
 
 def by_active_rows(layers: Iterable[CompactLayer]) -> dict[int, CompactLayer]:

@@ -19,8 +19,8 @@ from grass.groups import Targets, matched_modules
 from grass.hyperparameters import check_value, resolve_rank
 from grass.int8 import Int8Linear
 from grass.layers import LAYERS, CompactLayer, CompactLinear
+from grass.left_alone import left_alone
 from grass.ranks import Ranks
-from grass.readers import weights_read_directly
 from grass.selection import select_rows
 
 logger = logging.getLogger("grass")
@@ -56,8 +56,8 @@ def compact(
     Args:
         model: any module.
         rank: rows with optimizer state per weight, an integer or a fraction of the selected dimension.
-        explore: other rows that move in each step, a count or a fraction of the selected dimension, cut to the rows that
-            are left; 0 for none. ``None`` explores as many rows as are selected.
+        explore: other rows that move in each step, a count or a fraction of the selected dimension, cut to the rows
+            that are left; 0 for none. ``None`` explores as many rows as are selected.
         dim: 0 selects rows (output features), 1 columns (input features; these also save activation memory).
         targets: as in :func:`grass.matched_modules`.
         exclude: likewise; what matches both is left out.
@@ -88,11 +88,11 @@ def compact(
     if weights not in (None, "int8"):
         raise ValueError(f"Invalid {weights=}: must be 'int8', or None for the weights as they are")
     layers = {name: model.get_submodule(name) for name in matched_modules(model, targets, exclude)}
-    readers = weights_read_directly(model)
+    reasons = left_alone(model)
     ranks = {
         name: _checked_ranks(name, layer, rank, explore, dim, weights)
         for name, layer in layers.items()
-        if convertible(name, layer, readers)
+        if convertible(name, layer, reasons)
     }
     if not ranks:
         raise ValueError(f"None of the layers matched can be converted: {', '.join(layers)}")
@@ -154,18 +154,18 @@ def first_explored(layer: CompactLayer) -> Tensor:
     return draw_explored(layer.selected, layer.shape[layer.dim], layer.explored.numel(), seed, place, 0)
 
 
-def convertible(name: str, layer: Any, readers: Mapping[str, str] = MappingProxyType({})) -> bool:
+def convertible(name: str, layer: Any, reasons: Mapping[str, str] = MappingProxyType({})) -> bool:
     """Whether :func:`compact` converts a layer that matches, or did; logs the reason where it does not.
 
     Args:
         name: of the layer.
         layer: the module.
-        readers: which class reads the weight of a layer itself, by the layer's name (:func:`weights_read_directly`).
+        reasons: why layers must not be converted, by name (:func:`grass.left_alone.left_alone`).
     """
     if isinstance(layer, CompactLayer):
         return True
-    if name in readers:
-        logger.warning("Grass passes over %s: %s reads its weight without calling it", name, readers[name])
+    if name in reasons:
+        logger.warning("Grass passes over %s: %s", name, reasons[name])
         return False
     if _compact_class(layer) is None:
         logger.warning("Grass passes over %s: %s is no plain linear layer", name, type(layer).__name__)

@@ -63,7 +63,7 @@ class Health:
         for group in groups:
             for i, p in enumerate(group["params"]):
                 layer, position = layers.get(id(p)), position + 1
-                if layer is None and (group["rank"] is None or p.ndim < 2) or not p.requires_grad:
+                if (layer is None and (group["rank"] is None or p.ndim < 2)) or not p.requires_grad:
                     continue
                 name = _name(group, i, position - 1, layer)
                 if self._is_idle(name, p, group["update_interval"]):

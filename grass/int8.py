@@ -3,7 +3,8 @@ r"""Converted layers whose frozen weight has 8 bits (:mod:`grass.weight_codes`).
 Rows are quantised along the dimension in which they are selected, so a step changes the codes and scales of the active
 rows only. The selected rows are exact values (float32 unless told otherwise) and are written back with stochastic
 rounding; a row is rounded once when it is deselected. Explored rows are decoded, moved and quantised again in each step
-in which they are drawn, also with stochastic rounding. Forward and backward form one layer's weight in the dtype of their input at a time.
+in which they are drawn, also with stochastic rounding. Forward and backward form one layer's weight in the dtype of
+their input at a time.
 
 A ``state_dict`` holds the codes under ``weight_codes`` and no ``weight``, so that a plain model misses its weights
 instead of taking codes for them. :func:`plain_state_dict` makes one that plain models load.

@@ -12,11 +12,11 @@ dim     gradient of ``active``                       saved for backward    FLOPs
 1       ``g^T x[:, sigma]``, ``(m, r + q)``          ``x[:, sigma]``       ``2 b m (r + q)``
 ======  ===========================================  ====================  =================
 
-The gradient of explored rows is multiplied by ``sqrt((n - r) / q)``, so that gradient clipping sees an unbiased estimate
-of the whole gradient's squared norm. Their move has its length set, so the factor does not change it.
+The gradient of explored rows is multiplied by ``sqrt((n - r) / q)``, so that gradient clipping sees an unbiased
+estimate of the whole gradient's squared norm. Their move has its length set, so the factor does not change it.
 
-Forward computes with what ``active`` holds. :meth:`CompactLayer.sync` compares tensor versions and copies ``active`` into
-the weight, or the weight into ``active``, when one of them was changed from outside.
+Forward computes with what ``active`` holds. :meth:`CompactLayer.sync` compares tensor versions and copies ``active``
+into the weight, or the weight into ``active``, when one of them was changed from outside.
 
 A rule that chooses rows by norm needs a sketch of the gradient: ``g^T (x S)`` for ``dim=0`` with ``S (n, s)``,
 ``x^T (g S)`` for ``dim=1`` with ``S (m, s)``. It arrives as the gradient of a leaf tensor beside the parameters, so it
@@ -42,7 +42,6 @@ from grass.projector import Projector, select_columns
 from grass.selection import draw_generator
 from grass.shards import is_sharded, local
 from grass.weight_codes import decode_weight
-
 
 Stamp = tuple[int, int, int]
 """A tensor's identity, version and address: they differ after any change that PyTorch can see."""

@@ -389,8 +389,8 @@ def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
     frozen = [layer.label for layer in layers if not layer.active.requires_grad]
     if layers and len(frozen) == len(layers):
         raise ValueError(
-            f"The active rows of all {len(layers)} converted layers are frozen (requires_grad=False), as PEFT freezes a "
-            "base model: convert a model or wrap it by PEFT, not both"
+            f"The active rows of all {len(layers)} converted layers are frozen (requires_grad=False), as PEFT freezes "
+            "a base model: convert a model or wrap it by PEFT, not both"
         )
     if frozen:
         logger.warning("Grass: active rows frozen (requires_grad=False), not trained: %s", ", ".join(frozen))

@@ -152,7 +152,7 @@ def test_any_attached_optimizer():
     grass.compact(model, rank=3, explore=0, dim=1)
     rows = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(rows, lr=0.1)
-    grass.attach(optimizer, model, update_interval=2, selection="uniform")
+    grass.attach(optimizer, model, update_interval=2, selection="multinomial_norm")
     history = SelectionHistory(optimizer)
     for batch in batches(4):
         before = {name: layer.selected.clone() for name, layer in compact_layers(model).items()}

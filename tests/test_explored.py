@@ -126,7 +126,7 @@ def test_channels_last_weights() -> None:
 
 
 def test_what_it_does_not_go_with() -> None:
-    with pytest.raises(ValueError, match="explore=1.0 takes replacement=False"):
+    with pytest.raises(ValueError, match=r"explore=1\.0 takes replacement=False"):
         GrassAdamW([Parameter(torch.ones(4, 4))], rank=2, explore=1.0, replacement=True, selection="uniform")
     with pytest.raises(ValueError, match="Invalid explore=-2: must be an integer >= 0, a fraction"):
         GrassAdamW([Parameter(torch.ones(4, 4))], rank=2, explore=-2)

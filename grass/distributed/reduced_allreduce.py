@@ -13,8 +13,8 @@ of a refresh       ``"sketch"``        ``ms + (r + q) n``: a Johnson-Lindenstrau
 =================  ==================  ===========================================================================
 
 and all of every other parameter. A rule that reads no norms (``uniform``) sends ``(r + q) n`` in every step. Rows that
-were not sent are zero afterwards, and explored rows are multiplied by ``sqrt((n - r) / q)``: gradient clipping then sees
-the same norm on every rank, an unbiased estimate of the whole gradient's.
+were not sent are zero afterwards, and explored rows are multiplied by ``sqrt((n - r) / q)``: gradient clipping then
+sees the same norm on every rank, an unbiased estimate of the whole gradient's.
 """
 
 # No postponed annotations here: DDP compares those of a hook with its own types.

@@ -72,8 +72,8 @@ class GrassFactory:
             rank: rows to train per weight, a number or a fraction; ``None`` takes a model converted before.
             targets: as in :func:`grass.matched_modules`.
             exclude: likewise.
-            keywords: any other argument of :class:`grass.GrassAdamW` and, in compact mode, ``explore``, ``dim``, ``dtype`` and
-                ``calibration`` of :func:`grass.compact`. For its ``weights="int8"`` convert before Trainer is made.
+            keywords: any other argument of :class:`grass.GrassAdamW` and, in compact mode, ``explore``, ``dim``,
+                ``dtype`` and ``calibration`` of :func:`grass.compact`. For its ``weights="int8"`` convert before Trainer is made.
 
         Raises:
             TypeError: a keyword is none of these.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from grass.active import adopt, choose_rows, norms_for, prepare, reach_of
 from grass.bank_exchange import BankExchange
 from grass.layers import CompactLayer
-from grass.refresh import carry_moments, refresh_due
 from grass.precision import shrink_
+from grass.refresh import carry_moments, refresh_due
 from grass.shards import local
 from grass.steps.arithmetic import step_rows
 from grass.steps.group import GroupStep, Member, count

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from grass import cpu_kernel, kernels
 from grass.kernels.dispatch import runs_triton, wants_triton
+from grass.steps.explored import step_explored
 from grass.steps.group import GroupStep, Numbers, is_half
 from grass.steps.operators import step_by_operators
-from grass.steps.explored import step_explored
 from grass.steps.rows import Rows
 
 

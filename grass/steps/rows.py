@@ -15,8 +15,8 @@ class Explored:
     """Rows of a weight that move without state (:mod:`grass.exploration`).
 
     Attributes:
-        grad: of the whole weight ``(m, n)``, sharded over the ranks as it is; with ``values`` that of the explored rows,
-            ``(q, n)`` or ``(m, q)``.
+        grad: of the whole weight ``(m, n)``, sharded over the ranks as it is; with ``values`` that of the explored
+            rows, ``(q, n)`` or ``(m, q)``.
         reach: how many times as far as the selected rows they move.
         indices: int64 ``(q,)``; ``None``: all rows that are not selected.
         values: the rows as a tensor of their own; ``None`` means the weight's.

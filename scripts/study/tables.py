@@ -73,7 +73,7 @@ def method_name(optimizer: str, settings: str) -> str:
         return "adamw, two rates"
     if "compact" in values:
         return "grass compact"
-    return "grass rows" if values.get("residual") == "False" else "grass"
+    return "grass rows" if values.get("explore") == "0" else "grass"
 
 
 def step_seconds(optimizer: str, settings: str, speed: pd.DataFrame) -> float:

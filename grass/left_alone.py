@@ -1,6 +1,7 @@
-"""Find layers whose weight the enclosing module reads itself, as ``self.proj.weight @ x`` in Mamba.
+"""Linear layers that look like any other but must not be converted, and why.
 
-Such a layer is never called, or not always. Converted, its active rows would get no gradient there.
+A layer whose weight the enclosing module reads itself, as ``self.proj.weight @ x`` in Mamba, is never called, or not
+always. Converted, its active rows would get no gradient. The matrices of a PEFT adapter are small, and train whole.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ PROPERTIES = frozenset({"dtype", "device", "shape", "size", "ndim", "dim", "requ
 """Attributes of a weight whose use is no computation."""
 
 
-def weights_read_directly(model: nn.Module) -> dict[str, str]:
-    """Map the name of each layer whose ``weight`` its parent's methods read to the parent's class name.
+def left_alone(model: nn.Module) -> dict[str, str]:
+    """Map the name of each layer that must not be converted to the reason.
 
-    The parent's source is searched for ``self.<layer>.weight`` outside of initialisers; reading its dtype, device or
-    shape does not count. Parents without source are taken to call their layers.
+    The source of the enclosing module's class is searched for ``self.<layer>.weight`` outside of initialisers; reading
+    its dtype, device or shape does not count. Modules without source are taken to call their layers.
     """
     found = {}
     for name, parent in model.named_modules():
+        prefix = f"{name}." if name else ""
         for child in _weights_read_by(type(parent)):
             if isinstance(getattr(parent, child, None), nn.Module):
-                found[f"{name}.{child}" if name else child] = type(parent).__name__
+                found[prefix + child] = f"{type(parent).__name__} reads its weight without calling it"
+        if type(parent).__module__.startswith("peft.tuners.") and hasattr(parent, "base_layer"):
+            inner = (child for child, _ in parent.named_modules() if child and child.split(".")[0] != "base_layer")
+            found.update((prefix + child, "it is part of a PEFT adapter") for child in inner)
     return found
 
 
