@@ -104,7 +104,8 @@ class Attachment:
             self.states[name] = adopt(layer, {}, lambda old, new: None)
             arm(layer, self.states[name], group)
         optimizer.writes_back_active_rows = True  # type: ignore[attr-defined]
-        self._hook = optimizer.register_step_post_hook(self._after_step)
+        untraced = torch.compiler.disable(self._after_step, reason="data decides the rows")  # type: ignore[no-untyped-call]
+        self._hook = optimizer.register_step_post_hook(untraced)
 
     def detach(self) -> None:
         """Stop serving the optimizer."""
@@ -147,7 +148,7 @@ class Attachment:
 
         def carry(old: Projector | None, new: Projector) -> None:
             shape = layer.active.shape
-            for key, value in rows_state.items():
+            for value in rows_state.values():
                 if not isinstance(value, Tensor) or value.shape != shape:
                     continue
                 if self.group["state_policy"] == "reset" or old is None:
@@ -155,6 +156,6 @@ class Attachment:
                 else:
                     kept, source = source_rows(old, new, layer.shape[new.dim])
                     rows = Projector(source, None, new.dim).gather(value)
-                    rows_state[key] = torch.where(new.along(kept), rows, 0.0)
+                    value.copy_(torch.where(new.along(kept), rows, 0.0))  # compiled steps hold the tensor
 
         return carry
