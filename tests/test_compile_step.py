@@ -35,8 +35,8 @@ def compact() -> Training:
 
 def paper() -> Training:
     model = Network()
-    options = PAPER | OPTIONS | {"stochastic_rounding": True}
-    return model, GrassAdamW(grass.param_groups(model, rank=3, targets="all-linear"), lr=1e-2, **options)
+    groups = grass.param_groups(model, rank=3, targets="all-linear")
+    return model, GrassAdamW(groups, lr=1e-2, **PAPER | OPTIONS)
 
 
 def attached() -> Training:
