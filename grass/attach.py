@@ -110,10 +110,11 @@ class Attachment:
             arm(layer, self.states[name], group)
         optimizer.writes_back_active_rows = True  # type: ignore[attr-defined]
         self._before: dict[str, Tensor] = {}
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        before, after = (
+            torch.compiler.disable(hook, reason="data decides the rows")  # type: ignore[no-untyped-call]
+            for hook in (self._before_step, self._after_step)
+        )
+        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
     def detach(self) -> None:
         """Stop serving the optimizer."""
@@ -187,6 +188,6 @@ class Attachment:
                 else:
                     kept, source = source_rows(old, new, layer.shape[new.dim])
                     rows = Projector(source, None, new.dim).gather(selected)
-                    selected.copy_(torch.where(new.along(kept), rows, 0.0))
+                    selected.copy_(torch.where(new.along(kept), rows, 0.0))  # in place: compiled steps hold the tensor
 
         return carry

@@ -2,7 +2,7 @@ r"""The move of explored rows by torch's operators; formulas in :mod:`grass.expl
 
 :class:`grass.cpu_kernel.Batch` does it for float32 weights on the CPU, in the call that steps the selected rows.
 
-Floor of the kernel if all rows move, ``dim=1``, float32: ``G`` read twice, ``W`` and both moments read and written once,
+Floor of the kernel if all rows move, ``dim=1``, float32: ``G`` read twice, ``W`` and both moments read and written,
 ``16mn + 16mr`` bytes, where AdamW moves ``28mn`` (``dim=0`` reads ``G`` once). In compact mode, for ``q`` explored rows
 of ``n`` values: gradient and values read, values and weight written, ``16qn`` bytes.
 """
