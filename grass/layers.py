@@ -161,6 +161,8 @@ class CompactLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x (..., n) -> (..., m)``; without gradients it is the plain layer's own forward."""
+        if isinstance(x, torch.fx.Proxy):
+            raise TypeError("torch.fx cannot trace converted layers: call grass.expand(model) first")
         scale = self.scale()
         if scale is None and not torch.is_grad_enabled():
             plain: Tensor = super().forward(x)
