@@ -174,7 +174,9 @@ def _convert(
     layer.weight.requires_grad_(False)
     layer.__class__ = _compact_class(layer, weights)
     matrix = layer.matrix().transpose(0, dim).contiguous().transpose(0, dim)
-    indices = select_rows(torch.ones(matrix.shape[dim]), rank, "uniform", generator).indices.to(matrix.device)
+    indices = select_rows(torch.ones(matrix.shape[dim], dtype=torch.float32), rank, "uniform", generator).indices.to(
+        matrix.device
+    )
     rows = Projector(indices, None, dim).gather(matrix)
     layer.dim, layer.sketch, layer.signs = dim, None, None
     layer.register_buffer("selected", indices, persistent=False)

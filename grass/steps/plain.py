@@ -92,7 +92,7 @@ def step_device(p: Tensor, group: dict[str, Any]) -> torch.device | str:
 def _begin(step: GroupStep, member: Member) -> None:
     p, state = member.parameter, member.state
     if not state:
-        state["step"] = torch.zeros((), device=step_device(p, step.group))
+        state["step"] = torch.zeros((), dtype=torch.float32, device=step_device(p, step.group))
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
 

@@ -46,7 +46,8 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 def set_gradients(held: Iterable[Tensor], seed: int) -> None:
     """Give each parameter a gradient that depends only on the seed and its shape."""
     for p in held:
-        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p.dtype)
+        generator = torch.Generator().manual_seed(seed)
+        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float32).to(p.dtype)
 
 
 def take_steps(optimizer: torch.optim.Optimizer, held: list[nn.Parameter], seeds: Iterable[int]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from grass import GrassAdamW
 from tests.reference import assert_same_state
@@ -126,6 +127,15 @@ def test_copies(build: Build, options: dict[str, Any], through: Callable[[Any], 
 
 
 @both
+def test_copies_have_the_same_public_attributes(build: Build) -> None:
+    optimizer = twins(build)[0]
+    optimizer.note = "mine"
+    for name, other in (("deepcopy", copy.deepcopy(optimizer)), ("loaded", twins(build)[2])):
+        public = {key for key in vars(optimizer) if not key.startswith("_")} - {"note"}
+        assert public <= set(vars(other)), name
+
+
+@both
 def test_groups_added_later(build: Build) -> None:
     """They take the defaults that they do not name, in the first step as in all later ones."""
     early, late = parameters(), parameters()
@@ -155,6 +165,26 @@ def test_step_hooks(build: Build) -> None:
         handle.remove()
     take_steps(optimizer, held, [3])
     assert len(calls) == 4
+
+
+@both
+def test_hooks_of_all_optimizers(build: Build) -> None:
+    """The process's hooks run outside of the optimizer's own."""
+    held, calls = parameters(), []
+    optimizer = build(held)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("own before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("own after"))
+    everywhere = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("all before")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("all after")),
+    ]
+    try:
+        take_steps(optimizer, held, [1])
+    finally:
+        for handle in everywhere:
+            handle.remove()
+    assert set(calls[:2]) == {"all before", "own before"}
+    assert set(calls[2:]) == {"all after", "own after"}
 
 
 @both

@@ -221,3 +221,49 @@ def test_gradient_of_another_grad_fn(build: Build) -> None:
     build([p]).step()
     assert p.grad.requires_grad
     assert p.is_leaf
+
+
+@both
+def test_dtypes_side_by_side(build: Build) -> None:
+    """Parameters of several precisions in one group are stepped as each would be in its own."""
+    together = [p for dtype in DTYPES for p in parameters(dtype)]
+    take_steps(build(together, seed=5), together, range(2))
+    for number, dtype in enumerate(DTYPES):
+        alone = parameters(dtype)
+        take_steps(build(alone, rank=None), alone, range(2))
+        for p, q in zip(together[5 * number + 2 :], alone[2:], strict=False):  # those without rows to select
+            torch.testing.assert_close(p, q)
+
+
+DEFAULTS = {
+    "plain": {"rank": None},
+    "bank": {},
+    "bank, by operators": {"fused": False},
+    "keep": {"state_policy": "keep"},
+    "reset, by operators": {"state_policy": "reset", "fused": False},
+    "with replacement": {"replacement": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", DEFAULTS.values(), ids=DEFAULTS)
+def test_the_default_dtype_does_not_matter(options: dict[str, Any], dtype: torch.dtype) -> None:
+    usual, other = parameters(), parameters()
+    take_steps(GrassAdamW(usual, **{**RANKS["half"], **options}), usual, range(5))
+    torch.set_default_dtype(dtype)
+    try:
+        take_steps(GrassAdamW(other, **{**RANKS["half"], **options}), other, range(5))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_equal(other, usual)
+
+
+@both
+def test_the_state_is_not_recorded(build: Build) -> None:
+    """No tensor of the state requires a gradient."""
+    held = parameters()
+    optimizer = build(held)
+    take_steps(optimizer, held, range(3))
+    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    assert tensors
+    assert not any(t.requires_grad for t in tensors)
