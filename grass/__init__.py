@@ -1,5 +1,11 @@
 """Grass for PyTorch: an AdamW that keeps and updates only selected rows of each weight's gradient."""
 
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from grass import diagnostics, memory
 from grass.attach import Attachment, attach
 from grass.compact import calibrate, compact, expand
@@ -9,6 +15,9 @@ from grass.hyperparameters import PAPER
 from grass.optimizer import GrassAdamW
 from grass.projector import Projector
 from grass.selection import Selection, available_rules, register_rule, sampled, select_rows
+
+if TYPE_CHECKING:
+    from grass import distributed
 
 __version__ = "0.1.0"
 
@@ -24,6 +33,7 @@ __all__ = [
     "compact",
     "compact_adamw",
     "diagnostics",
+    "distributed",
     "expand",
     "matched_modules",
     "memory",
@@ -32,3 +42,10 @@ __all__ = [
     "sampled",
     "select_rows",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import ``grass.distributed`` when it is first used."""
+    if name == "distributed":
+        return importlib.import_module("grass.distributed")
+    raise AttributeError(f"module 'grass' has no attribute {name!r}")

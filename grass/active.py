@@ -30,7 +30,8 @@ def layers_of(parameters: Iterable[Tensor]) -> list[CompactLayer]:
 
 def by_active_rows(layers: Iterable[CompactLayer]) -> dict[int, CompactLayer]:
     """Layers by the ``id`` of their active rows, as of now: wrappers may replace parameters between two steps."""
-    return {id(layer._parameters["active"]): layer for layer in layers}  # past __getattr__, which is slow
+    rows = ((layer._parameters.get("active"), layer) for layer in layers)  # past __getattr__, which is slow
+    return {id(active): layer for active, layer in rows if active is not None}
 
 
 def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:

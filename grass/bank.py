@@ -156,7 +156,7 @@ class Swap:
         rows = self.weight.narrow(dim, self.share.start, self.share.rows)  # for its shape and strides
         for key in ("bank_exp_avg", "bank_exp_avg_sq"):
             self.state[key] = torch.zeros_like(rows, dtype=self.dtype, device="cpu", pin_memory=pin)
-        self.state["bank_steps"] = torch.zeros(self.share.rows, pin_memory=pin)
+        self.state["bank_steps"] = torch.zeros(self.share.rows, dtype=torch.float32, pin_memory=pin)
 
     def _rows_of_share(self, rows: Tensor) -> Projector:
         return Projector(rows.cpu() - self.share.start, None, self.new.dim)

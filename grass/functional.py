@@ -52,6 +52,18 @@ class StepCoefficients:
         return StepCoefficients(self.step_size.unsqueeze(1 - dim), self.denominator.unsqueeze(1 - dim))
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor fill one block of memory: no gaps, as between columns, and no overlaps."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 class ScratchPool:
     """Hands the same memory to one list of weights after another.
 
@@ -62,16 +74,18 @@ class ScratchPool:
         self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
     def like(self, slot: int, compacts: list[Tensor]) -> list[Tensor]:
-        """Uninitialised tensors of the shapes, strides, dtype and device of ``compacts``, dense matrices of one dtype.
+        """Uninitialised tensors of the shapes, dtype and device of ``compacts``, which share one dtype.
 
-        What the same ``slot`` has handed out before is given up.
+        They have the strides of :func:`is_dense` tensors and are row-major otherwise. The next call with the same
+        ``slot`` reuses their memory.
         """
         key, size = (slot, compacts[0].dtype, compacts[0].device), sum(t.numel() for t in compacts)
         if key not in self._buffers or self._buffers[key].numel() < size:
             self._buffers[key] = torch.empty(size, dtype=key[1], device=key[2])
         views, offset = [], 0
         for t in compacts:
-            views.append(self._buffers[key].as_strided(t.shape, t.stride(), offset))
+            stride = t.stride() if is_dense(t) else torch.empty(t.shape, device="meta").stride()
+            views.append(self._buffers[key].as_strided(t.shape, stride, offset))
             offset += t.numel()
         return views
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from grass.layers import CompactLayer
 from grass.optimizer import GrassAdamW
 
 logger = logging.getLogger("grass")
@@ -42,16 +43,22 @@ def param_groups(
 
     Raises:
         TypeError: an override is no argument of :class:`grass.GrassAdamW`.
-        ValueError: nothing matches.
+        ValueError: nothing matches, or :func:`grass.compact` has converted all that does.
     """
     unknown = overrides.keys() - signature(GrassAdamW).parameters.keys()
     if unknown:
         raise TypeError(f"GrassAdamW has no argument {', '.join(sorted(unknown))}")
-    projected = {f"{name}.weight" for name in matched_modules(model, targets, exclude)}
+    matched = matched_modules(model, targets, exclude)
+    projected = {f"{name}.weight" for name in matched}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     rest = {"params": [item for item in named if item[0] not in projected], "rank": None}
     group = {"params": [item for item in named if item[0] in projected], "rank": rank, **overrides}
     if not group["params"]:
+        if any(isinstance(model.get_submodule(name), CompactLayer) for name in matched):
+            raise ValueError(
+                "grass.compact() has converted this model: pass it as it is, GrassAdamW(model), or call "
+                "grass.expand(model) first for dense mode"
+            )
         raise ValueError("Every weight that matches is frozen (requires_grad=False)")
     logger.info("Grass projects %d weights: %s", len(projected), ", ".join(sorted(projected)))
     return [group, rest] if rest["params"] else [group]
@@ -77,13 +84,15 @@ def matched_modules(model: nn.Module, targets: Targets = None, exclude: Targets 
         for name in linear
         if name not in heads and (by_default or _matches(name, targets)) and not _matches(name, exclude)
     ]
-    own = [name for name in matched if id(linear[name].weight) not in shared]
+    empty = [name for name in matched if linear[name].weight.numel() == 0]
+    own = [name for name in matched if id(linear[name].weight) not in shared and name not in empty]
     for name in matched:
         if name not in own:
-            logger.warning("Grass passes over %s: its weight is shared with another module", name)
+            reason = "empty" if name in empty else "shared with another module"
+            logger.warning("Grass passes over %s: its weight is %s", name, reason)
     if not own:
         listed = ", ".join([*linear][:8]) + (", ..." if len(linear) > 8 else "")
-        reason = "match only layers with shared weights" if matched else "match no linear layer"
+        reason = "match only layers with shared or empty weights" if matched else "match no linear layer"
         raise ValueError(f"{targets=}, {exclude=} {reason}; the model has: {listed or 'none'}")
     return own
 

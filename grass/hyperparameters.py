@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,38 @@ from grass.layers import CompactLayer
 from grass.moments import POLICIES
 from grass.precision import PRECISIONS
 from grass.selection import check_rule
+
+
+def as_plain(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values as a state dict holds them: NumPy's numbers as Python's, dtypes by name."""
+    plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in values.items()}
+    for key in plain.keys() & {"bank_dtype", "moment_dtype"}:
+        plain[key] = str(plain[key]).removeprefix("torch.")
+    return plain
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The values of a group that decide what its state looks like and how rows are selected."""
+    return {key: group[key] for key in SHARED_KEYS}
+
+
+def check_changed(group: dict[str, Any], before: dict[str, Any], has_state: bool) -> None:
+    """Check the settings of a group after the user has changed some of them.
+
+    Args:
+        group: the group as it is.
+        before: its settings when they were last checked.
+        has_state: whether one of its parameters has been stepped.
+
+    Raises:
+        ValueError: ``rank`` or ``dim`` of a group with state was changed.
+    """
+    for key in ("rank", "dim"):
+        if has_state and group[key] != before[key]:
+            raise ValueError(
+                f"Invalid {key}={group[key]!r}: must stay {before[key]!r} because this group has state of that {key}; "
+                "build a new optimizer to train with another"
+            )
 
 
 def validate_group(group: dict[str, Any], layers: dict[int, CompactLayer]) -> None:
@@ -30,6 +63,8 @@ def validate_group(group: dict[str, Any], layers: dict[int, CompactLayer]) -> No
         )
     if group["explore"] and group["replacement"]:
         raise ValueError(f"explore={group['explore']!r} takes replacement=False: scaled rows have no complement")
+    if group["fused"] and group["foreach"]:
+        raise ValueError("`fused` and `foreach` cannot be `True` together: got fused=True, foreach=True")
     if group["shard_bank"] and group["state_policy"] != "bank":
         raise ValueError(f"shard_bank=True takes state_policy='bank', got {group['state_policy']!r}")
     for tensor in tensors_of(group["params"]):
@@ -68,7 +103,7 @@ def resolve_dim(dim: int | str, weight: Tensor) -> int:
 
 def resolve_rank(rank: int | float, size: int) -> int:
     """Rows to select of ``size``: ``rank`` itself, or for a float that fraction of them, at least one."""
-    return max(1, round(rank * size)) if isinstance(rank, float) else rank
+    return max(1, round(float(rank) * size)) if isinstance(rank, (float, np.floating)) else int(rank)
 
 
 def explored_count(group: dict[str, Any], rank: int, size: int) -> int:
@@ -80,8 +115,8 @@ def explored_count(group: dict[str, Any], rank: int, size: int) -> int:
 
 
 def is_projected(tensor: Tensor, group: dict[str, Any]) -> bool:
-    """Whether a tensor of this group is projected: the group has a rank and the tensor two or more dimensions."""
-    return group["rank"] is not None and tensor.ndim >= 2
+    """Whether a tensor of this group is projected: the group has a rank and the tensor is a matrix, not empty."""
+    return group["rank"] is not None and tensor.ndim >= 2 and tensor.numel() > 0
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -133,7 +168,11 @@ def tensors_of(params: Any) -> list[Tensor]:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, (float, np.floating)) and 0 < float(value) <= 1
 
 
 def _is_scalar(value: Any) -> bool:
@@ -151,7 +190,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eps": (lambda v: 0 <= v < math.inf, "a finite number >= 0"),
     "weight_decay": (lambda v: 0 <= v < math.inf, "a finite number >= 0"),
     "rank": (
-        lambda v: v is None or (v >= 1 if _is_int(v) else isinstance(v, float) and 0 < v <= 1),
+        lambda v: v is None or (v >= 1 if _is_int(v) else _is_fraction(v)),
         "an integer >= 1, a fraction in (0, 1], or None",
     ),
     "update_interval": (lambda v: _is_int(v) and v >= 1, "an integer >= 1"),
@@ -172,6 +211,13 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "moment_dtype": _one_of(PRECISIONS),
     "stochastic_rounding": _one_of((False, True)),
     "fused": _one_of((None, False, True)),
+    "foreach": _one_of((None, False, True)),
+    "amsgrad": (lambda v: v is False, "False: rows that are not selected have no second moment to take a maximum of"),
+    "capturable": (
+        lambda v: v is False,
+        "False: a refresh reads gradient norms on the host, which a CUDA graph cannot record",
+    ),
+    "differentiable": (lambda v: v is False, "False: a step changes weights in place, unseen by autograd"),
 }
 
 SHARED_KEYS = (

@@ -219,6 +219,8 @@ class CompactLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``x (..., n) -> (..., m)``; without gradients it is the plain layer's own forward."""
         self.sync()
+        if isinstance(x, torch.fx.Proxy):  # type: ignore[unreachable]
+            raise TypeError("torch.fx cannot trace converted layers: call grass.expand(model) first")
         scale = self.scale()
         if scale is None and not torch.is_grad_enabled():
             plain: Tensor = super().forward(x)
@@ -358,7 +360,8 @@ class CompactLayer(nn.Module):
         """Gather ``G S`` from the next forward on; ``signs`` is ``S``, or ``None`` for the gradient itself."""
         width = self.shape[1 - self.dim] if signs is None else signs.shape[1]
         self.signs = signs
-        self.sketch = torch.zeros(self.shape[self.dim], width, device=self.weight.device, requires_grad=True)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": self.weight.device, "requires_grad": True}
+        self.sketch = torch.zeros(self.shape[self.dim], width, **options)
 
     def clear_sketch(self) -> None:
         """Drop what has been gathered, as gradients are dropped."""
@@ -369,7 +372,7 @@ class CompactLayer(nn.Module):
         """Stop gathering; returns the sketched rows, zero where no backward has run."""
         sketch, self.sketch, self.signs = self.sketch, None, None
         if sketch is None:
-            return torch.zeros(self.shape[self.dim], 1, device=self.weight.device)
+            return torch.zeros(self.shape[self.dim], 1, dtype=torch.float32, device=self.weight.device)
         return torch.zeros_like(sketch) if sketch.grad is None else sketch.grad
 
     def extra_repr(self) -> str:

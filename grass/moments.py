@@ -63,7 +63,7 @@ def keep(state: State, old: Projector | None, new: Projector, weight: Tensor) ->
         kept, source = source_rows(old, new, weight.shape[new.dim])
         staying = held(state, old, source[kept])
     reset(state, new, weight)
-    state["row_steps"] = torch.zeros(new.indices.shape, device=weight.device)
+    state["row_steps"] = torch.zeros(new.indices.shape, dtype=torch.float32, device=weight.device)
     if old is not None:
         put(state, new, kept.nonzero().flatten(), staying)
 
@@ -103,4 +103,5 @@ def _row_steps(state: State, projector: Projector) -> Tensor:
     if "row_steps" in state:
         steps: Tensor = state["row_steps"]
         return steps
-    return torch.full(projector.indices.shape, float(shared_steps(state)), device=projector.indices.device)
+    shape, device = projector.indices.shape, projector.indices.device
+    return torch.full(shape, float(shared_steps(state)), dtype=torch.float32, device=device)

@@ -17,7 +17,16 @@ from grass.bank import Share
 from grass.bank_exchange import shares_bank
 from grass.functional import ScratchPool
 from grass.health import Health, Owner
-from grass.hyperparameters import SHARED_KEYS, is_projected, tensors_of, validate_group
+from grass.hyperparameters import (
+    SHARED_KEYS,
+    as_plain,
+    check_changed,
+    is_projected,
+    settings_of,
+    tensors_of,
+    validate,
+    validate_group,
+)
 from grass.layers import CompactLayer
 from grass.moments import HOST_KEYS, State
 from grass.ranks import Ranks, checksum
@@ -85,9 +94,14 @@ class GrassAdamW(Optimizer):
         refresh: how compact mode learns the norms for a selection: ``"sketch"``, from a Johnson-Lindenstrauss sketch of
             the gradient, or ``"exact"``, from the full gradient of that one step.
         sketch_size: columns of the sketch.
+        amsgrad: ``False``.
         fused: step float32 weights on the CPU by a kernel that reads and writes every chosen row once. It is compiled
             on first use: where there is no C++ compiler, ``None`` falls back to torch's operators and says so once,
-            ``True`` raises ``RuntimeError``. ``False`` never uses it. On other devices it changes nothing.
+            ``True`` raises ``RuntimeError``. ``False`` never uses it. At full rank, ``False`` switches torch's fused
+            implementation off; the others use it where gradient and moments have the strides of the weight.
+        foreach: ``True`` steps parameters at full rank by torch's foreach implementation.
+        capturable: ``False``.
+        differentiable: ``False``.
 
     Attributes:
         process_group: the ranks that train this model together; ``None``, which pickles restore, means all there are.
@@ -106,6 +120,7 @@ class GrassAdamW(Optimizer):
 
     writes_back_active_rows = True
     process_group: ProcessGroup | None = None
+    _named_by_model = False
 
     def __init__(
         self,
@@ -114,6 +129,7 @@ class GrassAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         rank: int | float | None = None,
         update_interval: int = 25,
@@ -134,6 +150,9 @@ class GrassAdamW(Optimizer):
         refresh: str = "sketch",
         sketch_size: int = 32,
         fused: bool | None = None,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
     ) -> None:
         defaults = {key: value for key, value in locals().items() if key not in ("self", "params", "__class__")}
         self._background = Background()
@@ -141,10 +160,10 @@ class GrassAdamW(Optimizer):
         self._verified = False
         self._held: list[CompactLayer] | None = []
         self._health = Health()
-        self._selecting: int | None = None
-        for name in ("bank_dtype", "moment_dtype"):
-            defaults[name] = str(defaults[name]).removeprefix("torch.")
-        super().__init__(_trainable(params) if isinstance(params, nn.Module) else params, defaults)
+        self._selecting: dict[int, bool] | None = None
+        self._settings: list[dict[str, Any]] = []
+        self._named_by_model = isinstance(params, nn.Module)
+        super().__init__(_trainable(params) if isinstance(params, nn.Module) else params, as_plain(defaults))
 
     @staticmethod
     def profile_hook_step(func: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -160,8 +179,7 @@ class GrassAdamW(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold."""
         self._background.finish()
-        state: dict[str, Any] = super().__getstate__()
-        return state
+        return {**super().__getstate__(), "_named_by_model": self._named_by_model}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle or a checkpoint; keys that it lacks take their defaults."""
@@ -171,24 +189,37 @@ class GrassAdamW(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
-                if key != "differentiable":  # put among the defaults by torch, just now
-                    group.setdefault(key, value)
+                group.setdefault(key, value)
+        self._settings = [settings_of(group) for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, after checking its values against its tensors."""
-        group = dict(param_group)
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
+        group = as_plain(param_group)
         if not isinstance(group["params"], (Tensor, set)):  # torch refuses sets, which have no order
             group["params"] = list(group["params"])
-        for name in group.keys() & {"bank_dtype", "moment_dtype"}:
-            group[name] = str(group[name]).removeprefix("torch.")
         found = layers_of(tensors_of(group["params"]))
         validate_group({**self.defaults, **group}, by_active_rows(found))
-        super().add_param_group(group)
+        self._append(group)
+        added = self.param_groups[-1]
         for layer in found:
             layer.owner = Owner(self)
-            arm(layer, NEW, self.param_groups[-1])
+            arm(layer, NEW, added)
         self._held = [*self.held_layers, *(layer for layer in found if layer not in self.held_layers)]
-        self._selecting = self._count_selecting(self.layers())
+        self._selecting = self._select(self.layers())
+        self._settings.append(settings_of(added))
+
+    def _append(self, group: dict[str, Any]) -> None:
+        """Add a checked group. Torch wants names in all groups or in none; the names of a model's do not count."""
+        unnamed = isinstance(group["params"], Tensor) or all(isinstance(p, Tensor) for p in group["params"])
+        named = [g for g in self.param_groups if "param_names" in g] if self._named_by_model and unnamed else []
+        names = [g.pop("param_names") for g in named]
+        try:
+            super().add_param_group(group)
+        finally:
+            for g, given in zip(named, names, strict=True):
+                g["param_names"] = given
 
     @property
     def held_layers(self) -> list[CompactLayer]:
@@ -215,9 +246,10 @@ class GrassAdamW(Optimizer):
         self._check_gradients()
         self._background.finish()
         layers, scratch, ranks, index = self.layers(), ScratchPool(), Ranks.of(self.process_group), 0
+        self._check_settings(layers)
         self._check_parameters(layers)
         self.verify_settings()
-        for layer in self.held_layers:
+        for layer in layers.values():
             Owner.check(layer, self)
             layer.sync()
         chosen: list[Tensor] = []
@@ -326,6 +358,7 @@ class GrassAdamW(Optimizer):
         groups = [dict(group) for group in loading["param_groups"]]
         for ours, theirs in zip(self.param_groups, groups, strict=False):
             theirs["shard_bank"] = ours["shard_bank"]  # of these processes, not of those that saved
+            validate({**self.defaults, **theirs})
         return {**bare, "param_groups": groups}
 
     def _finish_load(self, exact: dict[int, State]) -> None:
@@ -333,8 +366,9 @@ class GrassAdamW(Optimizer):
         for position, (p, group) in enumerate(self._grouped()):
             if position in exact:
                 self.state[p] = self._held_here(exact[position], p, group, layers)
-            elif "step" in self.state[p]:
-                self.state[p]["step"] = self.state[p]["step"].to(step_device(p, group))
+            elif "step" in self.state[p]:  # a number where an old torch saved it
+                step = torch.as_tensor(self.state[p]["step"], dtype=torch.float32, device=step_device(p, group))
+                self.state[p]["step"] = step
         for position, (p, group) in enumerate(self._grouped()):
             if id(p) in layers and (state := self.state[p]):
                 resume(layers[id(p)], state, state.get("active"), group, position)
@@ -342,6 +376,7 @@ class GrassAdamW(Optimizer):
     def _held_here(self, saved: State, p: Tensor, group: dict[str, Any], layers: dict[int, CompactLayer]) -> State:
         """A copy of what was saved for a projected weight, as far as this process holds it."""
         state: State = {key: local(value) if isinstance(value, Tensor) else value for key, value in saved.items()}
+        state["step"] = int(state["step"])
         if "bank_steps" in state and not hasattr(p, "to_local"):
             ranks = Ranks.of(self.process_group) if shares_bank(group) else Ranks(None)
             share = Share.of(matrix_shape(p, layers)[state["dim"]], ranks)
@@ -352,19 +387,33 @@ class GrassAdamW(Optimizer):
             for key, value in state.items()
         }
 
-    def _count_selecting(self, layers: dict[int, CompactLayer]) -> int:
-        return sum(id(p) in layers or is_projected(p, group) for group in self.param_groups for p in group["params"])
+    def _select(self, layers: dict[int, CompactLayer]) -> dict[int, bool]:
+        """The ``id`` of every parameter that rows are selected of, and whether it is active rows itself."""
+        return {id(p): id(p) in layers for p, group in self._grouped() if id(p) in layers or is_projected(p, group)}
+
+    def _check_settings(self, layers: dict[int, CompactLayer]) -> None:
+        """Check groups whose settings were changed by hand since the last step."""
+        for number, (group, before) in enumerate(zip(self.param_groups, self._settings, strict=False)):
+            if (settings := settings_of(group)) != before:
+                check_changed(group, before, any(self.state.get(p) for p in group["params"]))
+                validate_group(group, layers)
+                self._settings[number], self._selecting = settings, None
 
     def _check_parameters(self, layers: dict[int, CompactLayer]) -> None:
         """Refuse to train whole what was to be trained by rows."""
-        found = self._count_selecting(layers)
+        found = self._select(layers)
         if self._selecting is None:
             self._selecting = found
-        if found < self._selecting:
+        if len(found) < len(self._selecting):
+            if any(self._selecting.get(id(p)) and id(p) not in layers for p, _ in self._grouped()):
+                raise RuntimeError(
+                    "grass.expand() has made the layers plain that this optimizer was built for: build a new one for "
+                    "the weights as they are now"
+                )
             raise RuntimeError(
-                f"Of {self._selecting} parameters that rows are selected of, {found} are left: a wrapper has replaced "
-                "them by flattened ones (DeepSpeed ZeRO, FSDP1), or FSDP2 has not resharded them before the step; "
-                "train with DDP or FSDP2 (fully_shard)"
+                f"Of {len(self._selecting)} parameters that rows are selected of, {len(found)} are left: a wrapper has "
+                "replaced them by flattened ones (DeepSpeed ZeRO, FSDP1), or FSDP2 has not resharded them before the "
+                "step; train with DDP or FSDP2 (fully_shard)"
             )
 
     def _check_gradients(self) -> None:

@@ -119,7 +119,7 @@ def select_rows(
     clean = norms.detach().to("cpu", torch.float64).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     selection = _RULES[rule](clean, rank, generator, replacement)
     if replacement and selection.scale is None:
-        return Selection(selection.indices, torch.ones(rank))  # a scale says that rows may repeat
+        return Selection(selection.indices, torch.ones(rank, dtype=torch.float32))  # a scale says that rows may repeat
     return selection
 
 

@@ -73,7 +73,8 @@ class GrassFactory:
             targets: as in :func:`grass.matched_modules`.
             exclude: likewise.
             keywords: any other argument of :class:`grass.GrassAdamW` and, in compact mode, ``explore``, ``dim``,
-                ``dtype`` and ``calibration`` of :func:`grass.compact`. For its ``weights="int8"`` convert before Trainer is made.
+                ``dtype`` and ``calibration`` of :func:`grass.compact`. For its ``weights="int8"`` convert before
+                Trainer is made.
 
         Raises:
             TypeError: a keyword is none of these.

@@ -84,7 +84,8 @@ def _share_layout(*tensors: Tensor) -> bool:
 def _step_as_parameters(step: GroupStep, bucket: list[Numbered], *tensors: list[Tensor]) -> None:
     """Step values, given with gradients and moments, as torch steps parameters: in one pass over memory."""
     _, lr, shrink = bucket[0][1]
-    ages = torch.tensor([numbers.row_steps - 1.0 for _, numbers in bucket], device=tensors[0][0].device)
+    before = [numbers.row_steps - 1.0 for _, numbers in bucket]
+    ages = torch.tensor(before, dtype=torch.float32, device=tensors[0][0].device)
     values, grads, exp_avgs, exp_avg_sqs = tensors
     decay = (1 - shrink) / lr if lr else 0.0
     torch_adamw(step, values, grads, exp_avgs, exp_avg_sqs, list(ages.unbind()), lr, decay)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from grass import kernels
+from grass.functional import is_dense
 from grass.hyperparameters import as_matrix
 from grass.shards import local
 from grass.steps.group import GroupStep, Member, is_half
@@ -58,23 +59,29 @@ def torch_adamw(
     lr: float | Tensor,
     weight_decay: float,
 ) -> None:
-    """AdamW by torch's fused (CPU, CUDA) or foreach implementation; counts ``steps``."""
-    adamw(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        steps,
-        fused=all(map(_has_fused_adamw, params)) or None,
-        amsgrad=False,
-        beta1=step.group["betas"][0],
-        beta2=step.group["betas"][1],
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=step.group["eps"],
-        maximize=step.group["maximize"],
-    )
+    """AdamW by torch's fused implementation where it is right (CPU, CUDA), else by another; counts ``steps``."""
+    columns = params, grads, exp_avgs, exp_avg_sqs, steps
+    allowed = step.group["fused"] is not False and not step.group["foreach"]
+    flags = [allowed and _takes_fused(*row) for row in zip(*columns[:4], strict=True)]
+    for fused in set(flags):
+        parts = [[t for t, flag in zip(column, flags, strict=True) if flag == fused] for column in columns]
+        adamw(
+            parts[0],
+            parts[1],
+            parts[2],
+            parts[3],
+            [],
+            parts[4],
+            fused=fused or None,
+            foreach=None if fused else step.group["foreach"],
+            amsgrad=False,
+            beta1=step.group["betas"][0],
+            beta2=step.group["betas"][1],
+            lr=lr if fused else float(lr),
+            weight_decay=weight_decay,
+            eps=step.group["eps"],
+            maximize=step.group["maximize"],
+        )
 
 
 def step_device(p: Tensor, group: dict[str, Any]) -> torch.device | str:
@@ -85,10 +92,22 @@ def step_device(p: Tensor, group: dict[str, Any]) -> torch.device | str:
 def _begin(step: GroupStep, member: Member) -> None:
     p, state = member.parameter, member.state
     if not state:
-        state["step"] = torch.zeros((), device=step_device(p, step.group))
+        state["step"] = torch.zeros((), dtype=torch.float32, device=step_device(p, step.group))
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
 def _has_fused_adamw(p: Tensor) -> bool:
     return p.device.type in ("cpu", "cuda")
+
+
+def _takes_fused(p: Tensor, *others: Tensor) -> bool:
+    """Whether torch's fused kernel may step a parameter with this gradient and these moments.
+
+    The CPU kernel walks the memory of all four in parallel and ignores their strides.
+    """
+    if not _has_fused_adamw(p):
+        return False
+    if p.is_contiguous() and all(t.is_contiguous() for t in others):
+        return True
+    return is_dense(p) and all(t.stride() == p.stride() for t in others)

@@ -19,6 +19,7 @@ from tests.compact.networks import (
     converted,
     loss_of,
     selections,
+    train,
 )
 from tests.reference import relative_difference
 from tests.reference import train as train_llama
@@ -128,3 +129,19 @@ def test_fine_rows_keep_updates_that_bf16_loses() -> None:
         assert torch.equal(layer.active.bfloat16(), layer.weight.index_select(1, layer.selected))
     assert not moved[torch.bfloat16].any()
     torch.testing.assert_close(moved[torch.float32], torch.full((4, 4), 3 * 2**-8))  # what 0.01 is on the grid below 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
+    """Step counts, sketches and norms are float32 whatever type new tensors have."""
+    models, data = [], batches(5)
+    for default in (torch.float32, dtype):
+        model = Network()
+        torch.set_default_dtype(default)
+        try:
+            grass.compact(model, rank=3)
+            train(model, GrassAdamW(model, lr=1e-2, update_interval=2), data)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        models.append(model)
+    assert_same_weights(*models)

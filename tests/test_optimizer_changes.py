@@ -1,0 +1,178 @@
+"""Groups, ranks and models that change after the optimizer was built: they work, or the message names the change."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import grass
+from grass import GrassAdamW
+from tests.compact.networks import Network, batches, train
+from tests.reference import gradients_for, run
+
+CHANGES: dict[str, tuple[dict[str, Any], str, Any, str]] = {
+    "dim": ({"rank": 3}, "dim", 0, "Invalid dim=0: must stay 1"),
+    "rank": ({"rank": 3}, "rank", 4, "Invalid rank=4: must stay 3"),
+    "no rank": ({"rank": 0.5}, "rank", None, r"Invalid rank=None: must stay 0\.5"),
+    "a rank after all": ({}, "rank", 2, "Invalid rank=2: must stay None"),
+}
+
+
+@pytest.mark.parametrize(("options", "key", "value", "message"), CHANGES.values(), ids=CHANGES)
+def test_rank_and_dim_stay(options: dict[str, Any], key: str, value: Any, message: str) -> None:
+    """Also after copies and after a load; put back, training goes on."""
+    weight = Parameter(torch.ones(6, 8))
+    optimizer = GrassAdamW([weight], **options)
+    run(optimizer, [weight], gradients_for([weight], 2))
+    copied_weight, copied = copy.deepcopy((weight, optimizer))
+    loaded = GrassAdamW([weight], **options)
+    loaded.load_state_dict(optimizer.state_dict())
+    for p, changed in ((weight, optimizer), (copied_weight, copied), (weight, loaded)):
+        was, changed.param_groups[0][key] = changed.param_groups[0][key], value
+        before = p.detach().clone()
+        with pytest.raises(ValueError, match=message):
+            changed.step()
+        assert torch.equal(p, before)
+        changed.param_groups[0][key] = was
+        run(changed, [p], gradients_for([p], 1))
+        assert not torch.equal(p, before)
+
+
+def test_rank_of_active_rows_stays() -> None:
+    model = Network()
+    grass.compact(model, rank=3)
+    optimizer = GrassAdamW(model)
+    optimizer.param_groups[0]["rank"] = 4
+    with pytest.raises(ValueError, match="Invalid rank=4: must be None or 3"):
+        train(model, optimizer, batches(1))
+    optimizer.param_groups[0]["rank"] = None
+    train(model, optimizer, batches(2))
+    optimizer.param_groups[0]["dim"] = 0
+    with pytest.raises(ValueError, match="Invalid dim=0: must stay 1"):
+        train(model, optimizer, batches(1))
+
+
+def test_changes_before_the_first_step() -> None:
+    """They count as if given at the start, and are checked likewise."""
+    changed, given = Parameter(torch.ones(6, 8)), Parameter(torch.ones(6, 8))
+    optimizer = GrassAdamW([changed], rank=3)
+    optimizer.param_groups[0].update(rank=2, dim=0)
+    gradients = gradients_for([changed], 3)
+    run(optimizer, [changed], gradients)
+    run(GrassAdamW([given], rank=2, dim=0), [given], gradients)
+    assert torch.equal(changed, given)
+    other = GrassAdamW([given], rank=3)
+    for key, value, message in (("rank", 9, "Invalid rank=9: must be at most 8"), ("selection", "best", "best")):
+        other.param_groups[0][key] = value
+        with pytest.raises(ValueError, match=message):
+            other.step()
+        other.param_groups[0][key] = optimizer.defaults[key]
+    other.param_groups[0]["rank"] = None
+    other.step()
+    assert other.state[given]["exp_avg"].shape == (6, 8)
+
+
+def test_after_expand() -> None:
+    model = Network()
+    grass.compact(model, rank=3)
+    optimizer = GrassAdamW(model)
+    train(model, optimizer, batches(1))
+    grass.expand(model)
+    with pytest.raises(RuntimeError, match=r"grass.expand\(\) has made the layers plain.*build a new one"):
+        train(model, optimizer, batches(1))
+    train(model, GrassAdamW(grass.param_groups(model, rank=3)), batches(1))
+
+
+def test_dense_groups_of_a_converted_model() -> None:
+    model = Network()
+    grass.compact(model, rank=3)
+    with pytest.raises(ValueError, match=r"grass.compact\(\) has converted this model.*GrassAdamW\(model\).*expand"):
+        grass.param_groups(model, rank=3)
+    grass.expand(model)
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="frozen"):
+        grass.param_groups(model, rank=3)
+
+
+def test_fx_names_the_way_out() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    grass.compact(model, rank=2)
+    with pytest.raises(TypeError, match=r"torch\.fx cannot trace converted layers: call grass\.expand"):
+        torch.fx.symbolic_trace(model)
+    grass.expand(model)
+    torch.fx.symbolic_trace(model)
+
+
+@pytest.mark.parametrize("through", [lambda item: item, copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))])
+def test_a_group_without_names_beside_a_model(through: Any) -> None:
+    """The names that come from a model are no reason to refuse a group that has none."""
+    model, extra = Network(), Parameter(torch.ones(3))
+    grass.compact(model, rank=3)
+    model, optimizer = through((model, GrassAdamW(model)))
+    optimizer.add_param_group({"params": extra})
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
+    assert ["param_names" in group for group in optimizer.param_groups] == [True, False, False]
+    train(model, optimizer, batches(1))
+    extra.grad = torch.ones(3)
+    optimizer.step()
+    assert (extra < 1).all()
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": extra})
+    assert "param_names" in optimizer.param_groups[0]
+
+
+NUMBERS = {"int64": (np.int64(4), 4), "int32": (np.int32(4), 4), "float64": (np.float64(0.5), 4)}
+
+
+@pytest.mark.parametrize(("rank", "rows"), [*NUMBERS.values(), (np.float32(0.5), 4)], ids=[*NUMBERS, "float32"])
+def test_ranks_of_numpy(rank: Any, rows: int) -> None:
+    """Held as Python's, which checkpoints can hold."""
+    weight, model = Parameter(torch.ones(6, 8)), nn.Linear(8, 6)
+    optimizer = GrassAdamW([{"params": [weight], "rank": rank}], lr=np.float64(0.1), update_interval=np.int64(3))
+    run(optimizer, [weight], gradients_for([weight], 1))
+    assert optimizer.state[weight]["indices"].shape == (rows,)
+    assert [type(optimizer.param_groups[0][key]) for key in ("rank", "lr", "update_interval")] == [
+        type(rank.item()),
+        float,
+        int,
+    ]
+    grass.compact(model, rank=rank)
+    assert model.active.shape == (6, rows)
+    with pytest.raises(ValueError, match="Invalid rank=0"):
+        GrassAdamW([weight], rank=np.int64(0))
+
+
+@pytest.mark.parametrize("dim", [0, 1, "auto"])
+def test_weights_without_elements(dim: int | str, caplog: pytest.LogCaptureFixture) -> None:
+    """They are passed over: there is nothing to select."""
+    model = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 0))
+    groups = grass.param_groups(model, rank=3, dim=dim)
+    assert groups[0]["params"][0][0] == "0.weight"
+    assert len(groups[0]["params"]) == 1
+    assert "passes over 1: its weight is empty" in caplog.text
+    optimizer = GrassAdamW(model.parameters(), rank=3, dim=dim)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    GrassAdamW(model.parameters(), rank=3, dim=dim).load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="empty weights"):
+        grass.param_groups(nn.Linear(16, 0), rank=3)
+    if dim != "auto":
+        assert grass.compact(model, rank=3, dim=dim) == ["0"]
+
+
+def test_distributed_is_imported_when_it_is_used() -> None:
+    code = (
+        "import sys, grass; assert 'grass.distributed' not in sys.modules; "
+        "assert 'distributed' in grass.__all__; grass.distributed.shard_placement_fn; "
+        "assert not hasattr(grass, 'distributd')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
