@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from grass.active import gathered_norms
-from grass.groups import Targets, matched_modules
+from grass.groups import Targets, matched_modules, report_coverage
 from grass.hyperparameters import check_value, resolve_rank
 from grass.int8 import Int8Linear
 from grass.layers import LAYERS, CompactLayer, CompactLinear
@@ -41,6 +41,8 @@ def compact(
     Call it before the optimizer is built and before DDP, ``fully_shard`` or ``torch.compile``. What trains is then
     ``layer.active``, ``(r, n)`` for ``dim=0`` and ``(m, r)`` for ``dim=1``; the gradient of the full weight is never
     formed. ``model.state_dict()`` stays that of the plain model. The first rows are drawn uniformly with ``seed``.
+    One line tells the share of the parameters that is converted and names the weights that train at full rank: on the
+    logger ``grass``, or on stderr where logging is not configured.
 
     Layers are passed over, with a log message, whose weight is shared with another module, already frozen, or which are
     no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by PEFT). A layer converted before with the same rank and
@@ -94,7 +96,8 @@ def compact(
     _watch_optimizers()
     if calibration is not None:
         calibrate(model, calibration)
-    logger.info("Grass converted %d layers: %s", len(ranks), ", ".join(ranks))
+    converted = [name for name, layer in model.named_modules() if isinstance(layer, CompactLayer)]
+    report_coverage(model, "converted", converted)
     return list(ranks)
 
 
