@@ -122,7 +122,7 @@ def checkpoint_store(args: argparse.Namespace, optimizer: OptimizerConfig) -> Ch
             raise ValueError(f"Cannot --resume: {reason}")
         warnings.warn(f"No checkpoints will be saved, only the final model: {reason}", stacklevel=2)
         return None
-    if not args.resume and store.latest() is not None:
+    if not args.resume and store.paths():
         raise ValueError(f"{args.out} already holds a run: continue it with --resume or choose another --out")
     return store
 
