@@ -146,7 +146,9 @@ def test_invalid_flags(tmp_path, flags, message, capsys):
     with pytest.raises(SystemExit) as exit_:
         pretrain(tmp_path, *flags)
     assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
+    written = capsys.readouterr().err
+    assert message in written
+    assert "--out" not in written, "no usage before it"
 
 
 def test_package_does_not_need_transformers():
