@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from grass.active import gathered_norms
 from grass.exploration import draw_explored, resolve_explore
-from grass.groups import Targets, matched_modules
+from grass.groups import Targets, matched_modules, report_coverage
 from grass.hyperparameters import check_value, resolve_rank
 from grass.int8 import Int8Linear
 from grass.layers import LAYERS, CompactLayer, CompactLinear
@@ -44,7 +44,9 @@ def compact(
     Call it before the optimizer is built and before DDP, ``fully_shard`` or ``torch.compile``. Then ``layer.active``
     trains: ``r`` selected rows with optimizer state and ``q`` explored rows without (:mod:`grass.exploration`). It is
     ``(r + q, n)`` for ``dim=0`` and ``(m, r + q)`` for ``dim=1``. The gradient of the full weight is never formed.
-    ``model.state_dict()`` stays that of the plain model. The first rows are drawn uniformly with ``seed``.
+    ``model.state_dict()`` stays that of the plain model. The first rows are drawn uniformly with ``seed``. One line tells
+    the share of the parameters that is converted and names the weights that train at full rank: on the logger ``grass``,
+    or on stderr where logging is not configured.
 
     A layer is passed over, with a log message, if its weight is shared with another module, is frozen, or is read by
     the enclosing module itself, and if it is no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by PEFT). A layer
@@ -103,7 +105,8 @@ def compact(
     _watch_optimizers()
     if calibration is not None:
         calibrate(model, calibration)
-    logger.info("Grass converted %d layers: %s", len(ranks), ", ".join(ranks))
+    converted = [name for name, layer in model.named_modules() if isinstance(layer, CompactLayer)]
+    report_coverage(model, "converted", converted)
     return list(ranks)
 
 

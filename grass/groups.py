@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from inspect import signature
 from typing import Any
 
 from torch import nn
 
+from grass.coverage import report
 from grass.layers import CompactLayer
 from grass.optimizer import GrassAdamW
 
@@ -31,8 +32,9 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Two parameter groups for :class:`grass.GrassAdamW`: the targeted weights projected, all the rest plain AdamW.
 
-    Biases, norms, embeddings and output heads go to the second group. The names matched are logged at level INFO to the
-    logger ``grass`` and stay readable as ``optimizer.param_groups[0]["param_names"]``.
+    Biases, norms, embeddings and output heads go to the second group. One line tells the share of the parameters that
+    is projected and names the weights that are not: on the logger ``grass``, or on stderr where logging is not
+    configured. The names matched stay readable as ``optimizer.param_groups[0]["param_names"]``.
 
     Args:
         model: any module; linear layers are ``nn.Linear`` and Hugging Face's ``Conv1D``.
@@ -60,8 +62,15 @@ def param_groups(
                 "grass.expand(model) first for dense mode"
             )
         raise ValueError("Every weight that matches is frozen (requires_grad=False)")
-    logger.info("Grass projects %d weights: %s", len(projected), ", ".join(sorted(projected)))
+    report_coverage(model, "projects", [name.removesuffix("weight").removesuffix(".") for name, _ in group["params"]])
     return [group, rest] if rest["params"] else [group]
+
+
+def report_coverage(model: nn.Module, verb: str, covered: Collection[str]) -> None:
+    """Say what Grass covers of a model (:func:`grass.coverage.report`), ``covered`` being names of linear layers."""
+    heads = set(_head_names(model))
+    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
+    report(model, verb, covered, {name: "output head" if name in heads else "linear" for name in linear})
 
 
 def matched_modules(model: nn.Module, targets: Targets = None, exclude: Targets = ()) -> list[str]:

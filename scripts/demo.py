@@ -9,13 +9,13 @@ bytes. Prints one table and writes runs/demo/loss.png.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 
 import matplotlib as mpl
 import pandas as pd
 
+from grass.command_line import ArgumentParser
 from grass.training.data import DataConfig, load_data
 from grass.training.loop import Result, TrainConfig, Trainer
 from grass.training.models import build_llama, llama_config
@@ -38,7 +38,7 @@ not rank methods that are closer than that.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--smoke", action="store_true", help="a few steps on a few tokens")

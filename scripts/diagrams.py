@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,15 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from grass.command_line import ArgumentParser
+
 INK, FILL, LIGHT, ACCENT = "#24292f", "#2f8f4e", "#e8efe9", "#b5652a"
 SELECTED = (1, 4, 5, 10)
 """Of sixteen rows or columns: a quarter."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs" / "images")
     out = parser.parse_args().out
     mpl.rcParams.update({"svg.hashsalt": "grass", "font.size": 9, "svg.fonttype": "none"})

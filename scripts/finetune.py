@@ -36,11 +36,12 @@ from pathlib import Path
 import torch
 from transformers import HfArgumentParser, PreTrainedModel, TrainingArguments
 
+from grass.command_line import ArgumentParser, ShortErrors
 from grass.memory import state_bytes
 from grass.training import classification, instructions
 from grass.training.docstrings import docstrings, docstrings_of_signatures
 from grass.training.finetuning import METHODS, DatasetSource, FinetuneTask, make_trainer, write_log
-from grass.training.flags import HelpFormatter, add_optimizer_flags, from_flags, split_and_path
+from grass.training.flags import add_optimizer_flags, from_flags, split_and_path
 from grass.training.optimizers import OptimizerConfig
 from grass.training.tiny import tiny_decoder, tiny_encoder, train_tokenizer
 
@@ -52,6 +53,10 @@ DEFAULTS = {
     "dataloader_pin_memory": torch.cuda.is_available(),
 }
 """Where ours differ from those of TrainingArguments."""
+
+
+class TrainerFlags(ShortErrors, HfArgumentParser):  # type: ignore[misc]
+    """The flags of ``TrainingArguments``."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -80,7 +85,7 @@ def training_arguments(args: argparse.Namespace, flags: list[str]) -> TrainingAr
     """``Trainer``'s own flags over our defaults."""
     defaults = [text for name, value in DEFAULTS.items() for text in (f"--{name}", str(value))]
     own = ["--output_dir", str(args.out), "--seed", str(args.seed)]
-    arguments: TrainingArguments = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
+    arguments: TrainingArguments = TrainerFlags(TrainingArguments).parse_args_into_dataclasses(
         [*own, *defaults, *flags]
     )[0]
     return arguments
@@ -120,8 +125,8 @@ def dataset_source(args: argparse.Namespace) -> DatasetSource:
     return source
 
 
-def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+def argument_parser() -> ArgumentParser:
+    parser = ArgumentParser(__doc__, allow_abbrev=False)
     parser.add_argument("kind", choices=("classify", "instruct"), help="what to finetune for")
     add = parser.add_argument_group("run").add_argument
     add("--out", type=Path, required=True, help="directory of the run")

@@ -36,10 +36,11 @@ import torch
 from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
+from grass.command_line import ArgumentParser
 from grass.int8 import plain_state_dict
 from grass.training.checkpoint import CheckpointStore, export_model
 from grass.training.data import DataConfig, load_data
-from grass.training.flags import HelpFormatter, add_optimizer_flags, from_flags, split_and_path
+from grass.training.flags import add_optimizer_flags, from_flags, split_and_path
 from grass.training.loop import Result, TrainConfig, Trainer
 from grass.training.models import LLAMA_SHAPES, build_llama, llama_config
 from grass.training.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer, convert
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         run(parser, args, processes)
 
 
-def run(parser: argparse.ArgumentParser, args: argparse.Namespace, processes: Processes) -> None:
+def run(parser: ArgumentParser, args: argparse.Namespace, processes: Processes) -> None:
     try:
         warmup = min(100, args.steps // 10) if args.warmup is None else args.warmup
         train_config = from_flags(TrainConfig, args, autocast=args.dtype == "autocast", warmup=warmup)
@@ -122,13 +123,13 @@ def checkpoint_store(args: argparse.Namespace, optimizer: OptimizerConfig) -> Ch
             raise ValueError(f"Cannot --resume: {reason}")
         warnings.warn(f"No checkpoints will be saved, only the final model: {reason}", stacklevel=2)
         return None
-    if not args.resume and store.latest() is not None:
+    if not args.resume and store.paths():
         raise ValueError(f"{args.out} already holds a run: continue it with --resume or choose another --out")
     return store
 
 
-def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+def argument_parser() -> ArgumentParser:
+    parser = ArgumentParser(__doc__)
     add = parser.add_argument_group("run").add_argument
     add("--out", type=Path, required=True, help="directory of the run")
     add("--resume", action="store_true", help="go on from the newest complete checkpoint in --out, if there is one")

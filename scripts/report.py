@@ -4,22 +4,23 @@
     python scripts/report.py runs/grass --out report.png      # the curves alone
 
 Takes the CSVs of scripts/pretrain.py and scripts/finetune.py, or any other with a column `step`: every other column of
-numbers gets a plot. Training curves are smoothed; the page holds its images and needs no network.
+numbers gets a plot. Losses, gradient norms and rates of training are smoothed, which their titles say. The page holds
+its images and needs no network.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from grass.command_line import ArgumentParser
 from grass.training.report import read_run, write_html, write_png
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run, or a CSV file")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="ends in .html or .png")
-    parser.add_argument("--smooth", type=float, default=20, help="span of the moving average, in logged rows; 1 is off")
+    parser.add_argument("--smooth", type=float, default=20, help="span of the moving average, in rows; 1 is off")
     args = parser.parse_args(argv)
     writers = {".html": write_html, ".png": write_png}
     try:

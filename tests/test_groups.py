@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -123,14 +122,6 @@ def test_nothing_matches(arguments: dict) -> None:
 def test_model_without_linear_layers() -> None:
     with pytest.raises(ValueError, match=r"(?i)match"):
         param_groups(nn.Embedding(4, 4), 2)
-
-
-def test_says_what_it_matched(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="grass"):
-        param_groups(mlp(), 2)
-    assert "0.weight" in caplog.text
-    assert "3.weight" in caplog.text
-    assert {record.name for record in caplog.records} == {"grass"}
 
 
 def test_frozen_parameters_are_left_out() -> None:

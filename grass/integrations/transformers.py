@@ -68,7 +68,8 @@ class GrassFactory:
             args: ``learning_rate``, ``weight_decay``, ``adam_beta1``, ``adam_beta2``, ``adam_epsilon``, ``seed`` and
                 ``optim_target_modules`` of these hold wherever no keyword says otherwise. As in Trainer, a target in a
                 list may be any part of a module's name; unlike there, ``"all-linear"`` leaves output heads out.
-            mode: ``"compact"`` or ``"dense"``.
+            mode: ``"compact"``, the default, which converts the model and needs the least memory; or ``"dense"``, which
+                leaves the model as it is and forms full gradients.
             rank: rows to train per weight, a number or a fraction; ``None`` takes a model converted before.
             targets: as in :func:`grass.matched_modules`.
             exclude: likewise.

@@ -12,16 +12,21 @@ and without what other processes hold.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from grass.command_line import ArgumentParser, number
 from grass.memory.models import load_architecture
 from grass.memory.setting import MOMENTS, Setting
 from grass.memory.table import render
 from grass.memory.units import UNITS, parse_bytes
 from grass.moments import POLICIES
+
+FLAGS = {"rank": "--rank", "seq_len": "--seq", "batch_size": "--batch", "chunk_tokens": "--chunked-loss"}
+"""Flags by the field of :class:`Setting` that they set; their defaults are lowered to what a model allows."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -30,39 +35,45 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the table that the arguments ask for."""
     parser = argument_parser()
     args = parser.parse_args(argv)
+    given = {field: getattr(args, field) for field in FLAGS if getattr(args, field) is not None}
     try:
         setting = Setting(
-            rank=args.rank,
+            **given,
             dim=args.dim,
             policy=args.policy,
             moments=args.moments,
             bank_dtype=getattr(torch, args.bank_dtype),
             dtype=getattr(torch, args.dtype),
             active_dtype=getattr(torch, args.active_dtype),
-            batch_size=args.batch,
-            seq_len=args.seq,
             checkpointing=args.checkpointing,
-            chunk_tokens=args.chunked_loss,
             slack=args.slack,
         )
-        print(render(args.model, load_architecture(args.model), setting, args.gpu))
+        model = load_architecture(args.model)
+        setting, reasons = setting.lowered(model, FLAGS.keys() - given.keys())
+        for field, reason in reasons.items():
+            print(f"{FLAGS[field]} {getattr(setting, field)} instead of {getattr(Setting, field)}: {reason}")
+        print(render(args.model, model, setting, args.gpu))
     except (ImportError, ValueError) as error:
-        parser.error(str(error))
+        parser.error(_with_flags(str(error)))
 
 
-def argument_parser() -> argparse.ArgumentParser:
+def argument_parser() -> ArgumentParser:
     """The command line."""
-
-    class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-        pass
-
-    parser = argparse.ArgumentParser("grass-memory", description=__doc__, formatter_class=Formatter)
+    parser = ArgumentParser(__doc__, prog="grass-memory")
     add = parser.add_argument
     add("--model", required=True, help="13b, 7b, 1b, ...; or a Hugging Face model, directory or config.json")
     add("--gpu", type=_size, help=f"memory to fit, with a unit: {', '.join(UNITS)}; GB are 10^9 bytes, GiB 2^30")
-    add("--rank", type=_number, default=256, help="an integer, or a fraction of the dimension")
-    add("--seq", type=int, default=2048, help="tokens per sequence")
-    add("--batch", type=int, default=1, help="sequences per forward")
+    add(
+        "--rank", type=number, help="an integer, or a fraction of the dimension; default: 256, or the most there can be"
+    )
+    add(
+        "--seq",
+        dest="seq_len",
+        type=int,
+        metavar="TOKENS",
+        help="tokens per sequence; default: 2048, or the model's most",
+    )
+    add("--batch", dest="batch_size", type=int, metavar="SEQUENCES", help="per forward; default: 1")
     add("--dim", type=int, choices=(0, 1), default=1, help="select rows or columns")
     add("--policy", choices=tuple(POLICIES), default="bank", help="moments at a refresh")
     add("--moments", choices=tuple(MOMENTS), default="float32", help="of Grass")
@@ -71,7 +82,13 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--active-dtype", choices=DTYPES, default="float32", help="of active rows and adapters")
     checkpointing: Any = argparse.BooleanOptionalAction
     add("--checkpointing", action=checkpointing, default=True, help="of activations")
-    add("--chunked-loss", type=int, default=256, metavar="TOKENS", help="logits of so many tokens at a time; 0: of all")
+    add(
+        "--chunked-loss",
+        dest="chunk_tokens",
+        type=int,
+        metavar="TOKENS",
+        help="logits of so many tokens at a time, 0: of all; default: 256, or 0 where the loss cannot be chunked",
+    )
     add("--slack", type=float, default=0.02, help="allocator slack, a fraction of the peak: an assumption")
     return parser
 
@@ -83,8 +100,9 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _number(text: str) -> int | float:
-    return float(text) if set(text) & set(".e") else int(text)
+def _with_flags(message: str) -> str:
+    """An error's message with the flags in place of the fields that they set."""
+    return re.sub(r"\b(\w+)=", lambda match: f"{FLAGS[match[1]]}=" if match[1] in FLAGS else match[0], message)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -78,6 +80,19 @@ class Setting:
                 f"Invalid chunk_tokens={self.chunk_tokens}: this model does more to its logits than its head, and its "
                 "loss cannot be chunked: must be 0"
             )
+
+    def lowered(self, model: Architecture, names: Collection[str]) -> tuple[Setting, dict[str, str]]:
+        """This setting with the fields ``names`` lowered to what the model allows, and why each that changed did."""
+        positions = [(n, f"this model learns {n:,} positions") for n in [model.positions] if n is not None]
+        windows = [(n, f"attention has a window of {n:,} tokens") for n in [model.window] if n is not None]
+        limits = {
+            "rank": (self.largest_rank(model), "this model's narrowest layer allows no more"),
+            "seq_len": min(positions + windows, default=(self.seq_len, "")),
+            "chunk_tokens": (0 if model.scales_logits else self.chunk_tokens, "this model's loss cannot be chunked"),
+        }
+        changes = {name: limits[name] for name in names if name in limits and getattr(self, name) > limits[name][0]}
+        values: dict[str, Any] = {name: value for name, (value, _) in changes.items()}
+        return replace(self, **values), {name: reason for name, (_, reason) in changes.items()}
 
     def largest_rank(self, model: Architecture) -> int:
         """The rank that the narrowest of the model's linear layers allows."""

@@ -10,6 +10,8 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from grass.coverage import silent
+
 Convert = Callable[[nn.Module, int], object]
 """``convert(layer, number)`` turns a decoder layer, in place, into what it is to be."""
 
@@ -26,7 +28,8 @@ def build_blockwise(config: PretrainedConfig, convert: Convert, dtype: torch.dty
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     for number, layer in enumerate(model.base_model.layers):
         materialise(model, layer, device)
-        convert(layer, number)
+        with silent():
+            convert(layer, number)
     materialise(model, model, device)
     model.tie_weights()
     made: PreTrainedModel = model

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,20 +21,24 @@ from transformers import PreTrainedModel
 from grass.training.states import read_state, write_state
 from grass.training.weights import load_weights, read_weights, write_weights
 
+logger = logging.getLogger("grass")
+
 MANIFEST = "manifest.json"
 TEMPORARY = ".incomplete-"
+CHUNK = 2**24
+"""Bytes that a checksum reads at a time."""
 
 
 class CheckpointStore:
     """The checkpoints of one run: ``root/step-00000100/`` and so on.
 
     Each holds the model as ``from_pretrained`` loads it (int8 weights as codes, :mod:`grass.int8`); all else that a
-    resume needs, the optimizer's state in shards (:mod:`grass.training.states`); and a manifest of file sizes, which
-    tells a complete checkpoint from a damaged one.
+    resume needs, the optimizer's state in shards (:mod:`grass.training.states`); and a manifest of file sizes and
+    checksums, which tells a complete checkpoint from a damaged one.
 
     Args:
         root: directory of the checkpoints.
-        keep: how many to keep; older ones are deleted.
+        keep: how many complete ones to keep; what is older is deleted.
     """
 
     def __init__(self, root: Path, *, keep: int = 2) -> None:
@@ -40,11 +46,14 @@ class CheckpointStore:
             raise ValueError(f"Invalid {keep=}: must be >= 1")
         self.root = root
         self.keep = keep
+        self._damaged: set[Path] = set()
 
     def save(
         self, step: int, model: PreTrainedModel, state: Mapping[str, Any], weights: dict[str, Tensor] | None = None
     ) -> Path:
-        """Write the checkpoint of a step, then delete those beyond the newest ``keep`` and what was left unfinished.
+        """Delete what was left unfinished, write the checkpoint of a step, then delete old ones.
+
+        If writing fails, for example because the disk is full, nothing of it stays and the old ones are as they were.
 
         Args:
             step: after which it is made.
@@ -52,21 +61,50 @@ class CheckpointStore:
             state: everything else.
             weights: the model's, where it holds only shards of them itself.
         """
+        for leftover in self.root.glob(f"{TEMPORARY}*"):
+            shutil.rmtree(leftover)
         path = self.root / f"step-{step:08d}"
         with atomic_directory(path) as partial:
             write_model(model, partial, weights)
             write_state(state, partial)
-            sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
-            (partial / MANIFEST).write_text(json.dumps(sizes))
-        for old in sorted(self.root.glob("step-*"))[: -self.keep]:
-            shutil.rmtree(old)
-        for leftover in self.root.glob(f"{TEMPORARY}*"):
-            shutil.rmtree(leftover)
+            files = {f.name: {"bytes": f.stat().st_size, "crc32": checksum(f)} for f in partial.iterdir()}
+            (partial / MANIFEST).write_text(json.dumps(files))
+        self._damaged.discard(path)
+        self._delete_old(path)
         return path
 
+    def paths(self) -> list[Path]:
+        """All checkpoints, by step, damaged ones too."""
+        return sorted(self.root.glob("step-*"))
+
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, if there is one."""
-        return next((path for path in sorted(self.root.glob("step-*"), reverse=True) if is_complete(path)), None)
+        """The newest complete checkpoint; a warning names each damaged file that it passes over.
+
+        ``None`` where there is no checkpoint. Reads all of the checkpoint, for its checksums.
+
+        Raises:
+            ValueError: there are checkpoints, but every one is damaged.
+        """
+        found = []
+        for path in reversed(self.paths()):
+            problem = damage(path)
+            if problem is None:
+                return path
+            self._damaged.add(path)
+            found.append(f"{path.name} ({problem})")
+            logger.warning("The checkpoint %s is damaged: %s", path, problem)
+        if found:
+            raise ValueError(
+                f"Every checkpoint in {self.root} is damaged: {', '.join(found)}. To start at step 0, delete them"
+            )
+        return None
+
+    def _delete_old(self, saved: Path) -> None:
+        """Delete what is older than the newest ``keep`` complete checkpoints, the one just ``saved`` never."""
+        complete = [path for path in self.paths() if path not in self._damaged and damage(path, contents=False) is None]
+        for old in self.paths():
+            if len(complete) >= self.keep and old < complete[-self.keep] and old != saved:
+                shutil.rmtree(old)
 
     @staticmethod
     def load(path: Path, model: PreTrainedModel) -> dict[str, Any]:
@@ -91,27 +129,50 @@ def write_model(model: PreTrainedModel, path: Path, weights: dict[str, Tensor] |
     write_weights(model.state_dict() if weights is None else weights, path)
 
 
-def is_complete(path: Path) -> bool:
-    """Whether every file of the manifest is there and of the right size."""
+def damage(path: Path, *, contents: bool = True) -> str | None:
+    """What is wrong with a checkpoint, with the file's name; ``None`` if it is complete.
+
+    Without ``contents`` only the files' sizes are compared with the manifest, not their checksums.
+    """
     try:
-        sizes = json.loads((path / MANIFEST).read_text())
-        return all((path / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
-        return False
+        for name, expected in json.loads((path / MANIFEST).read_text()).items():
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if (size := (path / name).stat().st_size) != expected["bytes"]:
+                return f"{name} has {size:,} bytes, not {expected['bytes']:,}"
+            if contents and checksum(path / name) != expected["crc32"]:
+                return f"{name} has another checksum than when it was written"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return f"{MANIFEST} is missing or unreadable"
+    return None
+
+
+def checksum(file: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    crc = 0
+    with file.open("rb") as opened:
+        while chunk := opened.read(CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a directory to fill; afterwards it is flushed to disk and takes its name ``path`` in one step.
 
-    A process that dies before that leaves a directory with another name. What ``path`` was before is replaced.
+    An exception deletes it; a process that dies leaves a directory with another name. What ``path`` was before is
+    replaced.
     """
     partial = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
     partial.mkdir(parents=True)
-    yield partial
-    for file in partial.iterdir():
-        _flush(file)
-    _flush(partial)
+    try:
+        yield partial
+        for file in partial.iterdir():
+            _flush(file)
+        _flush(partial)
+    except Exception:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if path.exists():
         shutil.rmtree(path)
     partial.rename(path)

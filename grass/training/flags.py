@@ -7,12 +7,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from grass.command_line import number
+
 AddFlag = Callable[..., Any]
 """``add_argument`` of a parser or of one of its groups."""
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it is, and the default of every flag that has one."""
 
 
 def from_flags(cls: type[Any], args: argparse.Namespace, **others: Any) -> Any:
@@ -48,11 +46,6 @@ def add_optimizer_flags(add: AddFlag) -> None:
     add("--active-dtype", choices=("float32", "bfloat16"), help="--compact: of active rows; default: the weights'")
     add("--weights", choices=("int8",), help="--compact: precision of frozen weights; default: --dtype")
     add("--warmup-after-refresh", type=int, default=0, help="grass: steps of warm-up after a refresh")
-
-
-def number(text: str) -> int | float:
-    """An integer, or with a point or an exponent a float."""
-    return float(text) if set(text) & set(".e") else int(text)
 
 
 def split_and_path(text: str) -> tuple[str, str]:

@@ -245,7 +245,7 @@ class Trainer:
         """Go on from the newest complete checkpoint; ``False`` if there is none.
 
         Raises:
-            ValueError: the checkpoint was made with other settings.
+            ValueError: the checkpoint was made with other settings, or every checkpoint is damaged.
         """
         path = self.checkpoints.latest() if self.checkpoints is not None else None
         if self.checkpoints is None or path is None:

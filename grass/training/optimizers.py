@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from grass import GrassAdamW, compact, param_groups
+from grass.coverage import silent
 from grass.hyperparameters import validate
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
@@ -230,7 +231,8 @@ def _peer(module: str, name: str) -> Callable[..., Optimizer]:
 
 def _low_rank_groups(model: nn.Module, rank: int | float, keys: dict[str, Any]) -> list[dict[str, Any]]:
     """The peers' groups: one for each integer rank, and one without a rank for all other parameters."""
-    projected, *rest = param_groups(model, rank)
+    with silent():  # Grass is not what trains these
+        projected, *rest = param_groups(model, rank)
     by_rank: dict[int, list[Any]] = {}
     for name, weight in projected["params"]:
         integer = rank if isinstance(rank, int) else max(1, round(rank * min(weight.shape)))

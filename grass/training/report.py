@@ -21,10 +21,13 @@ Runs = Mapping[str, pd.DataFrame]
 SKIPPED = frozenset({"tokens", "epoch", "total_flos"})
 """Columns that only count on."""
 LOWER_IS_BETTER = ("loss", "perplexity")
+NOISY = ("loss", "norm", "per_second")
+"""A column of training is smoothed if its name contains one of these: it differs from batch to batch."""
 
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}img{width:100%}"
-    "table{border-collapse:collapse}th,td{padding:.3rem .8rem;text-align:right;border-bottom:1px solid #ddd}"
+    ".table{overflow-x:auto}table{border-collapse:collapse}"
+    "th,td{padding:.3rem .8rem;text-align:right;border-bottom:1px solid #ddd}"
 )
 
 
@@ -74,7 +77,11 @@ def summary(runs: Runs) -> pd.DataFrame:
 
 
 def plot(runs: Runs, smooth: float) -> Figure:
-    """A plot of each measure against the step, all runs in each; evaluations are marked and not smoothed."""
+    """A plot of each measure against the step, all runs in each; evaluations are marked.
+
+    Noisy measures of training are smoothed over ``smooth`` rows, and their titles say so. Runs that have fewer rows are
+    drawn as they are.
+    """
     from matplotlib.figure import Figure
 
     names = measures(runs)
@@ -94,11 +101,15 @@ def plot(runs: Runs, smooth: float) -> Figure:
 
 def _draw(axis: Any, runs: Runs, name: str, smooth: float) -> None:
     evaluated = name.startswith("eval_")
-    for run, log in runs.items():
-        values = log[name].dropna() if name in log else pd.Series(dtype=float)
-        shown = values if evaluated else values.ewm(span=smooth).mean()
+    logged = {run: log[name].dropna() if name in log else pd.Series(dtype=float) for run, log in runs.items()}
+    noisy = smooth > 1 and not evaluated and any(part in name for part in NOISY)
+    smoothed = {run for run, values in logged.items() if noisy and len(values) >= smooth}
+    for run, values in logged.items():
+        shown = values.ewm(span=smooth).mean() if run in smoothed else values
         axis.plot(shown.index, shown.to_numpy(), "o-" if evaluated else "-", label=run, markersize=3)
-    axis.set(xlabel="step", title=name)
+    short = any(0 < len(values) < smooth for values in logged.values())
+    note = f"\nsmoothed over {smooth:g} rows{', shorter runs as they are' if short else ''}" if smoothed else ""
+    axis.set(xlabel="step", title=f"{name}{note}")
     axis.grid(alpha=0.3)
 
 
@@ -118,6 +129,6 @@ def write_html(runs: Runs, path: Path, smooth: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"
-        f"<h1>{title}</h1><h2>Where they ended</h2>{table}<h2>How they got there</h2>"
+        f"<h1>{title}</h1><h2>Where they ended</h2><div class=table>{table}</div><h2>How they got there</h2>"
         f'<img alt="One plot for each measure" src="data:image/png;base64,{data}"></html>\n'
     )

@@ -10,7 +10,6 @@ the plan, ends with an error. Tokens are the bytes of the Python standard librar
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
@@ -27,6 +26,7 @@ import torch
 sys.path.append(str(Path(__file__).parent / "kernels"))
 from harness import machine
 
+from grass.command_line import ArgumentParser
 from grass.memory import Architecture, Setting, parse_bytes, plan
 from grass.training.data import Batches, DataConfig, load_data
 from grass.training.models import build_llama, llama_config
@@ -133,7 +133,7 @@ def complaints(row: dict[str, object], cuda: bool) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu"))

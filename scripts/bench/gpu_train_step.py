@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).parent / "kernels"))
 from harness import machine
 
 import grass
+from grass.command_line import ArgumentParser
 from grass.training.models import build_llama, llama_config
 
 OFTEN = {"update_interval": 10, "selection": "multinomial_norm", "state_policy": "bank"}
@@ -80,7 +81,7 @@ def measure(build: Callable[[nn.Module], Optimizer], args: argparse.Namespace) -
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--model", default=None, help="1b, or 1m with --smoke")
     parser.add_argument("--batch-size", type=int, default=None)
     parser.add_argument("--seq-len", type=int, default=None)

@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 
 import grass
+from grass.command_line import ArgumentParser
 from grass.training.data import DataConfig, load_data
 from grass.training.loop import TrainConfig, Trainer
 from grass.training.models import build_llama, llama_config
@@ -42,7 +43,7 @@ def final_loss(storage: str, dim: int, seed: int, args: argparse.Namespace) -> f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--steps", type=int, default=540)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])

@@ -8,7 +8,6 @@ Neither the memory nor a GPU is needed. What a step holds on a GPU beside this i
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from grass.command_line import ArgumentParser
 from grass.memory import METHODS, Architecture, Setting, format_bytes, plan
 from grass.memory.planner import peaks
 from grass.training.memory_tracking import track
@@ -62,7 +62,7 @@ def row(size: str, method: str, setting: Setting, refresh: bool) -> dict[str, ob
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--models", nargs="+", default=["60m", "350m", "1b", "7b", "13b"], choices=list(LLAMA_SHAPES))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--rank", type=int, default=256)

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from grass import PAPER, GrassAdamW, compact
+from grass.command_line import ArgumentParser
 from grass.memory import state_bytes
 from grass.training.models import LLAMA_SHAPES
 
@@ -173,7 +174,7 @@ def table(size: str, racers: list[Contestant], repeats: int, interval: int) -> p
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--models", nargs="+", default=["60m", "350m"], choices=list(LLAMA_SHAPES))
     parser.add_argument("--only", nargs="*", default=[], help="names of contestants beside AdamW, by their beginning")
     parser.add_argument("--fraction", type=float, default=1 / 8, help="share of rows trained")

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import grass
+from grass.command_line import ArgumentParser
 from grass.memory import state_bytes
 from grass.training.data import DataConfig, load_data
 from grass.training.models import build_llama, llama_config
@@ -80,7 +81,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--lr", type=float, default=5e-5)
     parser.add_argument("--batch-size", type=int, default=4)

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import grass
+from grass.command_line import ArgumentParser
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
 from grass.training.models import LlamaShape, build_llama, llama_config
 
@@ -241,7 +242,7 @@ def table(times: dict) -> pd.DataFrame:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=2736)
     parser.add_argument("--layers", type=int, default=2)

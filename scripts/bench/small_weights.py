@@ -9,7 +9,6 @@ time per weight, ``least_us`` the least, ``python_us`` the median of what is spe
 
 from __future__ import annotations
 
-import argparse
 import platform
 import statistics
 import time
@@ -23,6 +22,7 @@ from torch.optim import AdamW, Optimizer
 
 import grass
 from grass import cpu_kernel
+from grass.command_line import ArgumentParser
 
 SIDE, RANK, NEVER = 64, 16, 1_000_000_000
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ class Arithmetic:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--csv", type=Path, default=Path("runs/small_weights.csv"))

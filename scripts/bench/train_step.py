@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import grass
+from grass.command_line import ArgumentParser
 from grass.memory import state_bytes
 from grass.training.models import LlamaShape, build_llama, llama_config
 from grass.training.optimizers import OptimizerConfig, build_optimizer
@@ -127,7 +128,7 @@ def table(racers: dict[str, Racer], tokens: int) -> pd.DataFrame:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=2736)
     parser.add_argument("--layers", type=int, default=4)

@@ -26,6 +26,7 @@ from torch import multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import grass
+from grass.command_line import ArgumentParser
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
 from grass.distributed.traffic import recorded_traffic
 from grass.memory import state_bytes
@@ -184,7 +185,7 @@ def table(rows: list[dict], intervals: list[int]) -> pd.DataFrame:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--intermediate", type=int, default=1376)
     parser.add_argument("--layers", type=int, default=2)

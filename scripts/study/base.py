@@ -8,7 +8,6 @@ the packages that the finetuning tasks are made from. The same on every call wit
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import glob
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from grass.command_line import ArgumentParser
 from grass.training.corpus import split_by_file, standard_library, text_files
 from grass.training.data import DataConfig, load_data
 from grass.training.docstrings import PACKAGES
@@ -33,7 +33,7 @@ LR = 0.002
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--out", type=Path, default=BASE)
     parser.add_argument("--steps", type=int, default=STEPS, help="of 8 sequences of 256 tokens")
     parser.add_argument("--threads", type=int, default=1)

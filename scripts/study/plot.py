@@ -8,7 +8,6 @@ The left half of ``quality_curves.png`` is at equal tokens; in the right half ev
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import matplotlib as mpl
@@ -18,12 +17,14 @@ from results import CURVE
 from run import DIRECTORY
 from tables import method_name, read_cells, step_seconds, study_rows
 
+from grass.command_line import ArgumentParser
+
 SWEEP, FINAL = "learning rate", "final"
 """Names of the studies that are drawn as sweeps and as curves."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="of grid.yaml, cells.csv and speed.csv")
     parser.add_argument("--out", type=Path, default=DIRECTORY.parents[1] / "docs" / "images", help="where plots go")
     args = parser.parse_args(argv)

@@ -11,7 +11,6 @@ cell, so that what is added to it meanwhile is run too.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import hashlib
 import subprocess
@@ -28,11 +27,13 @@ from grid import Cell, Grid, load_grid
 from pretraining import pretrain
 from results import CURVE, Results
 
+from grass.command_line import ArgumentParser
+
 DIRECTORY = Path(__file__).parents[2] / "benchmarks" / "quality"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--grid", type=Path, default=DIRECTORY / "grid.yaml")
     parser.add_argument("--results", type=Path, help="default: cells.csv beside the grid")
     parser.add_argument("--locks", type=Path, default=Path("runs/study/locks"), help="where begun cells are marked")

@@ -22,6 +22,7 @@ import torch
 from run import DIRECTORY
 from tqdm import trange
 
+from grass.command_line import ArgumentParser
 from grass.training.data import DataConfig, load_data
 from grass.training.loop import TrainConfig, Trainer
 from grass.training.models import LLAMA_SHAPES, build_llama, llama_config
@@ -43,7 +44,7 @@ UNTIMED = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--out", type=Path, default=DIRECTORY / "speed.csv")
     parser.add_argument("--model", choices=LLAMA_SHAPES, default="1m")
     parser.add_argument("--methods", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="contestants")

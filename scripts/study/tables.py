@@ -6,7 +6,6 @@ python scripts/study/tables.py --study final   # one
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 from pathlib import Path
@@ -17,12 +16,13 @@ from results import CURVE, KEY
 from run import DIRECTORY
 
 from grass import GrassAdamW
+from grass.command_line import ArgumentParser
 
 DEFAULT_INTERVAL = inspect.signature(GrassAdamW).parameters["update_interval"].default
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--grid", type=Path, default=DIRECTORY / "grid.yaml")
     parser.add_argument("--results", type=Path, default=DIRECTORY / "cells.csv")
     parser.add_argument("--study", help="its name; default: all")

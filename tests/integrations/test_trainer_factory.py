@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from tests.integrations.runs import MODES, Build, arguments, trainer
 
 transformers = pytest.importorskip("transformers")
 from grass.integrations.transformers import GrassFactory, GrassTrainer  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
 
 
 class Norms(nn.Module):
@@ -48,6 +51,18 @@ def test_values_of_the_arguments(tmp_path: Path, mode: str) -> None:
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"], group["seed"]) == (1e-2, (0.8, 0.95), 1e-6, 5)
         assert group["update_interval"] == 2
+
+
+def test_the_default_mode_is_the_documented_one(tiny_llama: Build, tmp_path: Path) -> None:
+    """The factory's signature holds it; trainer, README, guide and reference agree."""
+    default = signature(GrassFactory.__call__).parameters["mode"].default
+    run = GrassTrainer(tiny_llama(), arguments(tmp_path), grass={"rank": 4})
+    run.create_optimizer()
+    converted = any(isinstance(module, CompactLayer) for module in run.model.modules())
+    assert default == ("compact" if converted else "dense")
+    assert f'mode: ``"{default}"``, the default' in str(GrassFactory.__call__.__doc__)
+    for guide in ("README.md", "docs/finetuning.md"):
+        assert f"It trains in {default} mode;" in (ROOT / guide).read_text()
 
 
 def test_keywords_win(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The command line: what it prints, and what it refuses."""
 
+import copy
 import importlib.metadata
 import json
 import re
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from grass.memory.__main__ import main
-from tests.memory.architectures import KINDS
+from tests.memory.architectures import CAPPED, KINDS
 
 METHODS = ["AdamW", "8-bit AdamW", "LoRA", "GaLore", "Grass", "Grass int8"]
 CONFIGURATIONS = {
@@ -58,6 +59,40 @@ def test_a_configuration_file(capsys, tmp_path, kind):
     assert by_directory == table(capsys, "--model", str(tmp_path / "config.json"), *options)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_defaults_suit_every_model(capsys, tmp_path, kind):
+    """A default that the model does not allow is lowered, with a line that names the flag."""
+    config = copy.deepcopy(KINDS[kind])
+    if kind == "gpt-neox":
+        config.hidden_size, config.num_attention_heads = 64, 4  # narrower than the default rank
+    config.save_pretrained(tmp_path)
+    lowered = {
+        "gpt2": ["--seq 1024 instead of 2048: this model learns 1,024 positions"],
+        CAPPED: ["--chunked-loss 0 instead of 256: this model's loss cannot be chunked"],
+        "gpt-neox": ["--rank 64 instead of 256: this model's narrowest layer allows no more"],
+    }
+    main(["--model", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if " instead of " in line] == lowered.get(kind, [])
+    assert any(line.startswith("total") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "reason"),
+    [
+        ("gpt2", ["--seq", "2048"], "Invalid --seq=2048: must be at most 1024"),
+        (CAPPED, ["--chunked-loss", "256"], "Invalid --chunked-loss=256: this model does more to its logits"),
+    ],
+)
+def test_given_values_are_refused_by_their_flag(capsys, tmp_path, kind, flag, reason):
+    KINDS[kind].save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["--model", str(tmp_path), "--rank", "32", *flag])
+    message = capsys.readouterr().err
+    assert reason in message
+    assert message.count("\n") == 1, "no usage before it"
+
+
 def test_sizes_in_any_case(capsys):
     assert table(capsys, "--model", "1M", "--rank", "8") == table(capsys, "--model", "1m", "--rank", "8")
 
@@ -67,7 +102,7 @@ def test_sizes_in_any_case(capsys):
     [
         (["--gpu", "40"], "Invalid size '40': must be a number with one of the units GB, GiB"),
         (["--rank", "9999"], "rank=9999: must be at most 5120"),
-        (["--batch", "0"], "batch_size=0: must be >= 1"),
+        (["--batch", "0"], "Invalid --batch=0: must be >= 1"),
         (["--policy", "forget"], "invalid choice: 'forget'"),
         (["--model", "{tmp}/missing.json"], "must be one of 1m, 9m"),
         (["--model", "13bb"], "No model '13bb': did you mean 13b?"),

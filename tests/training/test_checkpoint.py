@@ -1,3 +1,4 @@
+import errno
 import signal
 
 import pytest
@@ -57,19 +58,90 @@ def test_nothing_to_load(store):
     assert store.latest() is None
 
 
-@pytest.mark.parametrize(
-    "file", ["state.pt", "optimizer-00001.pt", "model.safetensors", "config.json", "manifest.json"]
-)
-@pytest.mark.parametrize("damage", ["truncated", "missing"])
-def test_damaged_checkpoints_are_ignored(store, file, damage):
-    state = {"step": 1, "optimizer": {"state": {0: {"step": 3}}}}
-    good = store.save(1, llama(), state)
-    bad = store.save(2, llama(), state) / file
-    if damage == "missing":
-        bad.unlink()
-    else:
-        bad.write_bytes(bad.read_bytes()[:-1])
+STATE = {"step": 1, "optimizer": {"state": {0: {"step": 3}}}}
+FILES = ["state.pt", "optimizer-00001.pt", "model.safetensors", "config.json", "manifest.json"]
+
+
+def flip(file, count=64):
+    """Invert bytes in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + count] = bytes(255 - byte for byte in data[middle : middle + count])
+    file.write_bytes(data)
+
+
+DAMAGES = {
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "missing": lambda file: file.unlink(),
+    "flipped": flip,
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_checkpoints_are_passed_over_and_named(store, file, damage, caplog):
+    good, bad = store.save(1, llama(), STATE), store.save(2, llama(), STATE)
+    damage(bad / file)
     assert store.latest() == good
+    (record,) = caplog.records
+    assert str(bad) in record.getMessage()
+    assert file in record.getMessage()
+
+
+def test_all_damaged_is_an_error(store):
+    for step in (1, 2):
+        flip(store.save(step, llama(), STATE) / "state.pt")
+    with pytest.raises(ValueError, match=r"Every checkpoint .* step-00000002 \(state.pt .* step-00000001 \(state.pt"):
+        store.latest()
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_checkpoints_do_not_count_as_kept(store, damage):
+    """The run resumes at step 1, before two damaged checkpoints."""
+    store.save(1, llama(), STATE)
+    store.save(20, llama(), STATE)
+    store.keep = 3
+    store.save(30, llama(), STATE)
+    store.keep = 2
+    for step in (20, 30):
+        damage(store.root / f"step-{step:08d}" / "state.pt")
+    resumed = CheckpointStore(store.root, keep=2)
+    assert resumed.latest() == store.root / "step-00000001"
+    for step in (5, 10):
+        assert resumed.save(step, llama(), STATE).exists()
+    assert [path.name[-2:] for path in resumed.paths()] == ["05", "10", "20", "30"]
+    assert resumed.latest().name == "step-00000010"
+    for step in (20, 30, 40):
+        resumed.save(step, llama(), STATE)
+    assert [path.name[-2:] for path in resumed.paths()] == ["30", "40"]
+
+
+def test_the_checkpoint_just_saved_stays(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(9, llama(), STATE)
+    assert store.save(3, llama(), STATE).exists()
+
+
+@pytest.mark.parametrize("write", ["write_weights", "write_state", "_flush"])
+def test_a_full_disk_leaves_nothing_unfinished(store, write, monkeypatch):
+    good = store.save(1, llama(), STATE)
+
+    def full(*arguments, **keywords):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, write, full)
+        with pytest.raises(OSError, match="No space left"):
+            store.save(2, llama(), STATE)
+    assert list(store.root.iterdir()) == [good]
+
+
+def test_what_a_killed_process_left_makes_room_first(store, monkeypatch):
+    (store.root / ".incomplete-step-00000001-abcdef01").mkdir(parents=True)
+    seen = []
+    monkeypatch.setattr(checkpoint, "write_state", lambda *_: seen.extend(store.root.iterdir()))
+    store.save(2, llama(), STATE)
+    assert [path.name.rpartition("-")[0] for path in seen] == [".incomplete-step-00000002"]
 
 
 class Killed(BaseException):

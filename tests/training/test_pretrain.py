@@ -95,6 +95,18 @@ def test_resume_without_a_checkpoint_starts(tmp_path):
     assert len(pretrain(tmp_path, "--resume")) == 6
 
 
+def test_resume_with_all_checkpoints_damaged_is_an_error(tmp_path, capsys):
+    pretrain(tmp_path)
+    for file in tmp_path.glob("checkpoints/*/state.pt"):
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(SystemExit):
+        pretrain(tmp_path, "--resume")
+    assert "step-00000006 (state.pt has " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        pretrain(tmp_path)
+    assert "already holds a run" in capsys.readouterr().err
+
+
 def test_a_run_is_not_overwritten(tmp_path, capsys):
     pretrain(tmp_path)
     with pytest.raises(SystemExit):
@@ -134,7 +146,9 @@ def test_invalid_flags(tmp_path, flags, message, capsys):
     with pytest.raises(SystemExit) as exit_:
         pretrain(tmp_path, *flags)
     assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
+    written = capsys.readouterr().err
+    assert message in written
+    assert "--out" not in written, "no usage before it"
 
 
 def test_package_does_not_need_transformers():

@@ -56,6 +56,22 @@ def test_plots_show_every_run(runs):
     assert smoothed.tolist() == pd.Series([4.0, 3.0, 2.0, 1.0]).ewm(span=3).mean().tolist()
 
 
+def test_only_noisy_measures_are_smoothed_and_say_so(tmp_path):
+    rows = {"step": range(30), "loss": [i % 2 for i in range(30)], "lr": [i % 2 for i in range(30)]}
+    rows |= {"grass_state_device_bytes": [i % 2 for i in range(30)]}
+    pd.DataFrame(rows).to_csv(tmp_path / "long.csv", index=False)
+    pd.DataFrame(rows).head(5).to_csv(tmp_path / "short.csv", index=False)
+    runs = logs([tmp_path / "long.csv", tmp_path / "short.csv"])
+    axes = {axis.get_title(): axis.get_lines() for axis in plot(runs, smooth=20).axes}
+    title = "loss\nsmoothed over 20 rows, shorter runs as they are"
+    assert list(axes) == [title, "lr", "grass_state_device_bytes"]
+    assert axes[title][0].get_ydata().tolist() == runs["long.csv"]["loss"].ewm(span=20).mean().tolist()
+    raw = [line for lines in axes.values() for line in lines if line is not axes[title][0]]
+    assert all(set(line.get_ydata().tolist()) == {0, 1} for line in raw)
+    (alone,) = (axis for axis in plot({"short": runs["short.csv"]}, smooth=20).axes if "loss" in axis.get_title())
+    assert alone.get_title() == "loss", "nothing is smoothed"
+
+
 def test_page_holds_all_it_shows(runs, tmp_path, capsys):
     main([*map(str, runs), "--out", str(tmp_path / "new" / "report.html")])
     assert capsys.readouterr().out.strip().endswith("report.html")
@@ -65,6 +81,8 @@ def test_page_holds_all_it_shows(runs, tmp_path, capsys):
     assert "&lt;second&gt;" in page
     assert "<second>" not in page
     assert "http" not in page
+    assert ".table{overflow-x:auto}" in page, "a wide table scrolls in its own box"
+    assert "<div class=table><table" in page
 
 
 def test_image_of_one_csv(runs, tmp_path):
@@ -95,4 +113,6 @@ def test_misuse(runs, tmp_path, monkeypatch, capsys, flags, message):
     with pytest.raises(SystemExit) as exit_:
         main(given)
     assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
+    written = capsys.readouterr().err
+    assert message in written
+    assert written.count("\n") == 1, "no usage before it"

@@ -8,7 +8,6 @@ are then meaningless.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -25,6 +24,8 @@ if SMOKE:  # before Triton is imported
 import pandas as pd  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
+
+from grass.command_line import ArgumentParser  # noqa: E402
 
 DEVICE = "cpu" if SMOKE else "cuda"
 SHAPES = [(7, 16)] if SMOKE else [(4096, 4096), (11008, 4096), (4096, 11008)]
@@ -152,7 +153,7 @@ def commit() -> str:
 
 def main(name: str, cases: Callable[[], Iterable[Case]], description: str | None) -> None:
     """Measure and write ``<out>/<name>.csv``."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description)
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, in Triton's interpreter")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu"))
     args = parser.parse_args()

@@ -1,0 +1,100 @@
+"""What Grass trains of a model and what stays at full rank, said in one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+logger = logging.getLogger("grass")
+
+LOW = 0.5
+"""Below this share of the parameters the line is a warning."""
+
+NAMED = 4
+"""At most so many kinds of weights at full rank are named, the largest first."""
+
+_silenced = 0
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Report nothing inside: for callers that convert a model piece by piece."""
+    global _silenced
+    _silenced += 1
+    try:
+        yield
+    finally:
+        _silenced -= 1
+
+
+def report(model: nn.Module, verb: str, covered: Collection[str], linear: Mapping[str, str]) -> None:
+    """Say which share of the trainable parameters Grass covers, and which weights train at full rank.
+
+    The line goes to the logger ``grass`` at level INFO, or WARNING where the share is below :data:`LOW`. An application
+    that has not configured logging shows it on stderr, on the first process only.
+
+    Args:
+        model: the model.
+        verb: what was done to the layers, "converted" for example.
+        covered: names of the layers that Grass trains by selected rows.
+        linear: the kind of each linear layer by its name, "linear" for example.
+    """
+    if _silenced:
+        return
+    selected, total, full = _sizes(model, covered, linear)
+    share = selected / max(total, 1)
+    largest = sorted(full.items(), key=lambda item: -item[1])
+    listed = [f"{name} ({kind}, {size / total:.1%})" for (name, kind), size in largest[:NAMED]]
+    more = [f"{len(full) - NAMED} more"] if len(full) > NAMED else []
+    low = share < LOW
+    line = f"Grass: {verb} {len(covered)} of {len(linear)} linear layers, {'only ' * low}{share:.1%} of parameters"
+    line += f"; at full rank: {', '.join(listed + more)}" if full else ""
+    _log(logging.WARNING if low else logging.INFO, line)
+
+
+def _sizes(
+    model: nn.Module, covered: Collection[str], linear: Mapping[str, str]
+) -> tuple[int, int, Counter[tuple[str, str]]]:
+    """Elements that Grass covers, of all that trains, and of the matrices at full rank by name and kind.
+
+    Numbers in names become ``*``, so that the layers of a stack count as one.
+    """
+    selected = total = 0
+    full: Counter[tuple[str, str]] = Counter()
+    modules = dict(model.named_modules())
+    for name, p in model.named_parameters():
+        module, _, attribute = name.rpartition(".")
+        ours = module in covered and attribute == "weight"
+        rows = module in covered and attribute == "active"
+        if is_lazy(p) or rows or not (p.requires_grad or ours):
+            continue
+        total += p.numel()
+        if ours:
+            selected += p.numel()
+        elif p.ndim > 1:
+            other = "embedding" if isinstance(modules[module], nn.Embedding) else f"{p.ndim}-D"
+            shown = module if attribute == "weight" and module else name
+            full[re.sub(r"\d+(?=\.|$)", "*", shown), linear.get(module, other)] += p.numel()
+    return selected, total, full
+
+
+def _log(level: int, line: str) -> None:
+    """Log a line; where nobody has configured logging, which would then drop INFO, write it to stderr."""
+    if logger.hasHandlers():
+        logger.log(level, line)
+    elif level >= max(logger.level, logger.manager.disable + 1) and _first_process():
+        print(line, file=sys.stderr)
+
+
+def _first_process() -> bool:
+    ready = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank() if ready else int(os.environ.get("RANK", "0"))) == 0
