@@ -7,8 +7,8 @@ others are drawn at random. With ``D`` the AdamW direction of the selected rows 
     U_i   = phi * G_i                                      of an explored row i
     W_i  <- W_i - lr scale reach U_i / |U_i| mean_k |D_k|
 
-An explored row moves ``reach`` times as far as the selected rows do on average, because it rests in other steps. With
-``q = n - r`` every row moves and ``reach`` is 1. No state is kept. Scaling the rest of the gradient like its low-rank
+An explored row moves ``reach = sqrt((n - r) / q)`` times as far as the selected rows do on average, because it rests in
+other steps. With ``q = n - r`` every row moves and ``reach`` is 1. No state is kept. Scaling the rest of the gradient like its low-rank
 part is Fira's idea (Chen et al., 2024, arXiv 2410.01623, section 4); setting each row's length, and drawing the rows,
 are ours. ``docs/quality.md`` has the measurements.
 
@@ -17,12 +17,13 @@ The draw follows from seed, parameter and step: ranks agree on it without commun
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from grass.selection import draw_generator
-
-REACH_EXPONENT = 0.75
 
 
 def resolve_explore(explore: int | float | None, rank: int, size: int) -> int:
@@ -34,26 +35,20 @@ def resolve_explore(explore: int | float | None, rank: int, size: int) -> int:
         rank: selected rows.
         size: all rows.
     """
-    if isinstance(explore, float):
-        return min(max(round(explore * size), int(explore > 0)), size - rank)
-    return min(rank, size - rank) if explore is None else explore
+    if isinstance(explore, (float, np.floating)):
+        return min(max(round(float(explore) * size), int(explore > 0)), size - rank)
+    return min(rank, size - rank) if explore is None else int(explore)
 
 
 def reach(size: int, rank: int, count: int) -> float:
-    """How much farther an explored row moves than a selected one: ``((n - r) / q) ** 0.75``; 1 if all others move.
+    """``sqrt((n - r) / q)``, the inverse root of the share of steps in which a row is explored; 1 if all others move.
 
-    The inverse of the share of steps in which a row moves, damped. ``docs/quality.md`` compares exponents.
+    It has two uses. An explored row moves so many times as far as a selected one: moves in random directions then add
+    up to the same distance as moves in every step. And its gradient is multiplied by it: the squared norm of selected
+    and explored rows then has the whole gradient's as its expectation, so a clipping threshold keeps its meaning. The
+    length of the move is set, so the second use does not change it.
     """
-    return float(((size - rank) / count) ** REACH_EXPONENT)
-
-
-def norm_correction(size: int, rank: int, count: int) -> float:
-    """Factor ``sqrt((n - r) / q)`` on the gradient of explored rows.
-
-    With it the squared norm of selected and explored rows has the whole gradient's as its expectation, so a clipping
-    threshold keeps its meaning. The move is unchanged, because its length is set.
-    """
-    return float(((size - rank) / count) ** 0.5)
+    return math.sqrt((size - rank) / count)
 
 
 def draw_explored(selected: Tensor, size: int, count: int, seed: int, parameter: int, step: int) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from grass.exploration import norm_correction
+from grass.exploration import reach
 from grass.matmul import inner_product, picked_product, sketch_product
 from grass.moments import source_rows
 from grass.precision import shrink_
@@ -164,7 +164,7 @@ class CompactLayer(nn.Module):
     def correction(self) -> tuple[int, float] | None:
         """Rows from which gradients are multiplied, and by what; ``None`` if no rows are explored."""
         count = self.chosen.numel() - self.rank
-        return (self.rank, norm_correction(self.shape[self.dim], self.rank, count)) if count else None
+        return (self.rank, reach(self.shape[self.dim], self.rank, count)) if count else None
 
     def matrix(self) -> Tensor:
         """The weight as an ``(m, n)`` view, output features first, detached; of a sharded one this rank's part."""

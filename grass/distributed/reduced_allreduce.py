@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grass.active import rademacher
-from grass.exploration import draw_explored, norm_correction
+from grass.exploration import draw_explored, reach
 from grass.hyperparameters import as_matrix, explored_count, is_projected, resolve_dim, resolve_rank
 from grass.moments import moment_dtype
 from grass.optimizer import GrassAdamW
@@ -220,7 +220,7 @@ class Traveller:
         values = values.view(shape)
         if self.explored:
             rank = count - self.explored
-            values.narrow(dim, rank, self.explored).mul_(norm_correction(matrix.shape[dim], rank, self.explored))
+            values.narrow(dim, rank, self.explored).mul_(reach(matrix.shape[dim], rank, self.explored))
         self.rows.scatter_(matrix, values)
         if matrix.data_ptr() != self.grad.data_ptr():  # a copy: channels_last
             self.grad.copy_(matrix.view(self.grad.shape))

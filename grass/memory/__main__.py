@@ -75,7 +75,7 @@ def argument_parser() -> ArgumentParser:
     )
     add("--batch", dest="batch_size", type=int, metavar="SEQUENCES", help="per forward; default: 1")
     add("--dim", type=int, choices=(0, 1), default=1, help="select rows or columns")
-    add("--policy", choices=tuple(POLICIES), default="bank", help="moments at a refresh")
+    add("--policy", choices=tuple(POLICIES), default="keep", help="moments at a refresh")
     add("--moments", choices=tuple(MOMENTS), default="float32", help="of Grass")
     add("--bank-dtype", choices=("float32", "bfloat16"), default="float32", help="of the bank in host memory")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and arithmetic")

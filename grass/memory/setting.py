@@ -37,7 +37,7 @@ class Setting:
 
     rank: int | float = 256
     dim: int = 1
-    policy: str = "bank"
+    policy: str = "keep"
     moments: str = "float32"
     bank_dtype: torch.dtype = torch.float32
     dtype: torch.dtype = torch.bfloat16

@@ -25,9 +25,9 @@ def add_optimizer_flags(add: AddFlag) -> None:
     add("--weight-decay", type=float, default=0.0, help="decoupled")
     add("--betas", type=float, nargs=2, default=(0.9, 0.999), help="decay rates of the moments")
     add("--rank", type=number, default=0.25, help="an integer, or a fraction of the dimension")
-    add("--update-interval", type=int, help="steps between changes of the projection; default: 25, peers 200")
+    add("--update-interval", type=int, help="steps between changes of the projection; default: 200")
     add("--scale", type=float, help="of the projected weights' update; default: 1, galore 0.25")
-    add("--selection", default="multinomial_norm", help="grass: top_r, multinomial_norm, multinomial_norm_sq, uniform")
+    add("--selection", default="uniform", help="grass: top_r, multinomial_norm, multinomial_norm_sq, uniform")
     add("--replacement", action="store_true", help="grass: draw rows with replacement")
     add(
         "--dim",
@@ -36,7 +36,7 @@ def add_optimizer_flags(add: AddFlag) -> None:
         default=1,
         help="grass: rows (0), columns (1), or the smaller dimension",
     )
-    add("--state-policy", choices=("reset", "keep", "bank"), default="bank", help="grass: moments at a refresh")
+    add("--state-policy", choices=("reset", "keep", "bank"), default="keep", help="grass: moments at a refresh")
     add("--explore", type=number, help="grass: rows that move without state; default: all others, --compact: as --rank")
     add("--compact", action="store_true", help="grass: never form full gradients; dim auto is then 1")
     add("--moment-dtype", choices=("float32", "bfloat16", "8bit"), default="float32", help="grass: of selected rows")

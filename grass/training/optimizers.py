@@ -50,7 +50,7 @@ class OptimizerConfig:
         betas: decay rates of the moments.
         eps: added to the denominator.
         rank: of the projected weights, a number or a fraction of the dimension (grass, galore, apollo, fira).
-        update_interval: steps between changes of the projection (likewise); ``None`` is 25 for grass, 200 for others.
+        update_interval: steps between changes of the projection (likewise); ``None`` is 200.
         scale: multiplies the update of projected weights (likewise); ``None`` is the method's published value: 0.25 for
             galore, 1 for the others.
         selection: of the rows (this and the rest: grass only, see :class:`grass.GrassAdamW`).
@@ -81,10 +81,10 @@ class OptimizerConfig:
     rank: int | float = 0.25
     update_interval: int | None = None
     scale: float | None = None
-    selection: str = "multinomial_norm"
+    selection: str = "uniform"
     replacement: bool = False
     dim: int | str = 1
-    state_policy: str = "bank"
+    state_policy: str = "keep"
     warmup_after_refresh: int = 0
     seed: int = 0
     decay: str = "selected"

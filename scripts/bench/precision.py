@@ -45,7 +45,7 @@ def build(args: argparse.Namespace, vocab_size: int, **options: Any) -> tuple[nn
     model = build_llama(config, seed=0, dtype=options.pop("dtype", torch.bfloat16))
     compact = options.pop("compact", None)
     options |= {"lr": args.lr, "weight_decay": 0.0, "update_interval": 10, "state_policy": "keep"}
-    options |= {"selection": "multinomial_norm", "refresh": "exact", "residual": False}
+    options |= {"selection": "multinomial_norm", "refresh": "exact", "explore": 0}
     if compact is None:
         return model, grass.GrassAdamW(grass.param_groups(model, rank=0.25, dim=1), **options)
     grass.compact(model, rank=0.25, dim=1, **compact)

@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain, unfused": {"fused": False},
     "columns": {"rank": 0.5},
     "columns, unfused": {"rank": 0.5, "fused": False},
-    "rows, no residual": {"rank": 0.5, "dim": 0, "residual": False},
+    "rows, none explored": {"rank": 0.5, "dim": 0, "explore": 0},
     "rows, reset": {"rank": 0.5, "dim": 0, "state_policy": "reset"},
     "bfloat16 moments": {"rank": 0.5, "moment_dtype": "bfloat16"},
 }
