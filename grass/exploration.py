@@ -65,5 +65,6 @@ def draw_explored(selected: Tensor, size: int, count: int, seed: int, parameter:
     Returns:
         int64 ``(count,)``, ascending, on the device of ``selected``.
     """
-    keys = torch.rand(size, generator=draw_generator(seed, parameter, "explore", step)).to(selected.device)
+    generator = draw_generator(seed, parameter, "explore", step)
+    keys = torch.rand(size, generator=generator, dtype=torch.float32).to(selected.device)
     return keys.index_fill_(0, selected, -1.0).topk(count).indices.sort().values

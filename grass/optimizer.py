@@ -269,7 +269,7 @@ class GrassAdamW(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and with them the sketches of active rows, which a step that was given up leaves behind."""
         super().zero_grad(set_to_none)
-        for layer in self.held_layers:
+        for layer in self.layers().values():
             layer.clear_sketch()
 
     def verify_settings(self) -> None:
