@@ -44,9 +44,9 @@ def compact(
     Call it before the optimizer is built and before DDP, ``fully_shard`` or ``torch.compile``. Then ``layer.active``
     trains: ``r`` selected rows with optimizer state and ``q`` explored rows without (:mod:`grass.exploration`). It is
     ``(r + q, n)`` for ``dim=0`` and ``(m, r + q)`` for ``dim=1``. The gradient of the full weight is never formed.
-    ``model.state_dict()`` stays that of the plain model. The first rows are drawn uniformly with ``seed``. One line tells
-    the share of the parameters that is converted and names the weights that train at full rank: on the logger ``grass``,
-    or on stderr where logging is not configured.
+    ``model.state_dict()`` stays that of the plain model. The first rows are drawn uniformly with ``seed``. One line
+    tells the share of the parameters that is converted and names the weights that train at full rank: on the logger
+    ``grass``, or on stderr where logging is not configured.
 
     A layer is passed over, with a log message, if its weight is shared with another module, is frozen, or is read by
     the enclosing module itself, and if it is no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by PEFT). A layer

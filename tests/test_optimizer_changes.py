@@ -145,7 +145,7 @@ def test_ranks_of_numpy(rank: Any, rows: int) -> None:
         float,
         int,
     ]
-    grass.compact(model, rank=rank)
+    grass.compact(model, rank=rank, explore=0)
     assert model.active.shape == (6, rows)
     with pytest.raises(ValueError, match="Invalid rank=0"):
         GrassAdamW([weight], rank=np.int64(0))

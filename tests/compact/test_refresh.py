@@ -130,7 +130,7 @@ def test_energy_that_the_sketch_captures(byte_llama: tuple[nn.Module, Tensor], d
     dense.zero_grad()
     dense(input_ids=tokens, labels=tokens).loss.backward()
     grass.compact(model, rank=0.25, explore=0, dim=dim)
-    GrassAdamW(model, update_interval=1)  # gathers in the very first step
+    GrassAdamW(model, update_interval=1, selection="top_r")  # gathers in the very first step
     model(input_ids=tokens, labels=tokens).loss.backward()
     for name, layer in compact_layers(model).items():
         assert layer.signs.shape[1] == 32
@@ -175,7 +175,7 @@ def test_each_refresh_draws_its_own_sketch() -> None:
     signs = []
     for seed in (0, 0, 1):
         model, optimizer = converted(rank=3, dim=0, update_interval=1, sketch_size=4, seed=0)
-        optimizer = GrassAdamW(model, update_interval=1, sketch_size=4)
+        optimizer = GrassAdamW(model, update_interval=1, sketch_size=4, selection="top_r")
         for group in optimizer.param_groups:
             group["seed"] = seed
         for batch in batches(2):
@@ -187,7 +187,7 @@ def test_each_refresh_draws_its_own_sketch() -> None:
     assert not torch.equal(first, other)
     twins = nn.Sequential(nn.Linear(40, 6), nn.Linear(40, 9))
     grass.compact(twins, rank=3, explore=0, dim=0)
-    GrassAdamW(twins, update_interval=1)
+    GrassAdamW(twins, update_interval=1, selection="top_r")
     assert torch.equal(twins[0].signs, twins[1].signs)
 
 
