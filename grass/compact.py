@@ -100,8 +100,7 @@ def compact(
         raise ValueError(f"None of the layers matched can be converted: {', '.join(layers)}")
     for index, (name, layer_ranks) in enumerate(ranks.items()):
         if not isinstance(layers[name], CompactLayer):
-            _convert(layers[name], *layer_ranks, dim, dtype, weights, (seed, index))
-            layers[name].label = name
+            _convert(layers[name], name, *layer_ranks, dim, dtype, weights, (seed, index))
     _watch_optimizers()
     if calibration is not None:
         calibrate(model, calibration)
@@ -207,6 +206,7 @@ def _checked_ranks(
 
 def _convert(
     layer: Any,
+    name: str,
     rank: int,
     explored: int,
     dim: int,
@@ -218,7 +218,8 @@ def _convert(
     layer.weight.requires_grad_(False)
     layer.__class__ = _compact_class(layer, weights)
     matrix = layer.matrix().transpose(0, dim).contiguous().transpose(0, dim)
-    layer.rank, layer.dim, layer.sketch, layer.signs, layer.first_draw = rank, dim, None, None, first_draw
+    layer.label, layer.rank, layer.dim, layer.first_draw = name, rank, dim, first_draw
+    layer.sketch, layer.signs = None, None
     layer.register_buffer(
         "chosen", torch.empty(rank + explored, dtype=torch.int64, device=matrix.device), persistent=False
     )

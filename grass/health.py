@@ -100,4 +100,4 @@ def _name(group: dict[str, Any], i: int, position: int, layer: CompactLayer | No
 def _is_overdue(state: State | None, group: dict[str, Any]) -> bool:
     if not state or "refresh_step" not in state or not needs_norms(group["selection"]):
         return False
-    return shared_steps(state) == 2 * group["update_interval"]
+    return bool(shared_steps(state) == 2 * group["update_interval"])

@@ -89,7 +89,7 @@ class Int8Weight(CompactLayer):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Weight:
         """Casts of the model leave the scales as they are: half precision would lose a bit of every weight."""
         scale = self.weight_scale
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if self.weight_scale.dtype != scale.dtype:
             self.plain_dtype = self.weight_scale.dtype
             self.weight_scale = scale.to(self.weight_scale.device)

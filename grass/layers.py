@@ -346,7 +346,7 @@ class CompactLayer(nn.Module):
         """The rows that a conversion chooses, uniformly: int64 ``(r + q,)`` on the CPU."""
         size, count = self.shape[self.dim], self.chosen.numel()
         order = torch.randperm(size, generator=draw_generator(*self.first_draw))
-        return torch.cat([part.sort().values for part in order[:count].split([self.rank, count - self.rank])])
+        return torch.cat([order[: self.rank].sort().values, order[self.rank : count].sort().values])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompactLayer:
         """Draws the first rows again when a layer leaves the meta device, where indices have no values."""

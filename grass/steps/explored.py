@@ -69,7 +69,8 @@ def explored_directions(
     phi = _quotients(_norms(direction, 1 - dim), _norms(grad, 1 - dim))
     unit = explored_grad * phi.unsqueeze(dim)
     squares = torch.cat([_norms(unit, dim), _norms(direction, dim)]).square()
-    lengths, selected = summed(squares, like).sqrt().split([unit.shape[dim], direction.shape[dim]])
+    norms = summed(squares, like).sqrt()
+    lengths, selected = norms[: unit.shape[dim]], norms[unit.shape[dim] :]
     return unit, _quotients(selected.mean(), lengths)
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
 from grass.bank_exchange import BankExchange
 from grass.exploration import draw_explored, reach
 from grass.hyperparameters import as_matrix, explored_count, resolve_dim, resolve_rank
-from grass.moments import State
 from grass.precision import shrink_
 from grass.refresh import carry_moments, refresh, refresh_due
 from grass.selection import needs_norms
@@ -69,32 +66,20 @@ def _rows(step: GroupStep, member: Member) -> Rows:
     p, grad, state, position = member
     weight, whole_grad = local(as_matrix(p.detach())), local(as_matrix(grad))
     selection = state["indices"], state.get("row_scale"), state["dim"]
-    size = as_matrix(p).shape[state["dim"]]
-    explored = explored_in_dense(state, step.group, position, size)
-    moving = (
-        None
-        if explored is None
-        else Explored(grad, reach(size, len(state["indices"]), explored.count), explored.indices)
-    )
-    return Rows(weight, *selection, whole_grad, None, state, position, moving)
+    return Rows(weight, *selection, whole_grad, None, state, position, _explored(step, member))
 
 
-class Exploration(NamedTuple):
-    """How many rows a weight explores in a step, and which; ``None``: all that are not selected."""
-
-    count: int
-    indices: Tensor | None
-
-
-def explored_in_dense(state: State, group: dict[str, Any], position: int, size: int) -> Exploration | None:
-    """What a weight of dense mode explores in the coming step; ``None`` for nothing."""
-    rank = len(state["indices"])
+def _explored(step: GroupStep, member: Member) -> Explored | None:
+    """What a weight explores in the coming step."""
+    state, group = member.state, step.group
+    size, rank = as_matrix(member.parameter).shape[state["dim"]], len(state["indices"])
     count = explored_count(group, rank, size)
     if not count:
         return None
-    if count == size - rank:
-        return Exploration(count, None)
-    return Exploration(count, draw_explored(state["indices"], size, count, group["seed"], position, state["step"]))
+    drawn = None
+    if count < size - rank:
+        drawn = draw_explored(state["indices"], size, count, group["seed"], member.position, state["step"])
+    return Explored(member.grad, reach(size, rank, count), drawn)
 
 
 def _copy_back(part: Tensor, matrix: Tensor) -> None:
