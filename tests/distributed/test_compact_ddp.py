@@ -20,6 +20,8 @@ RULES: list[dict[str, Any]] = [
     {"selection": "multinomial_norm", "state_policy": "bank", "dim": 1},
     {"selection": "multinomial_norm_sq", "state_policy": "keep", "dim": 0, "fused": True, "sketch_size": 4},
     {"selection": "uniform", "state_policy": "reset", "dim": 1},
+    {"selection": "uniform", "state_policy": "keep", "dim": 1, "explore": 4},
+    {"selection": "multinomial_norm", "state_policy": "bank", "dim": 0, "explore": 0.25},
 ]
 
 

@@ -34,6 +34,8 @@ RULES: list[dict[str, Any]] = [
     {"selection": "multinomial_norm", "state_policy": "keep", "dim": 1},
     {"selection": "multinomial_norm", "replacement": True, "state_policy": "bank", "dim": "auto"},
     {"selection": "uniform", "state_policy": "bank", "dim": 1, "fused": True},
+    {"selection": "uniform", "state_policy": "keep", "dim": 1, "explore": 4},
+    {"selection": "multinomial_norm", "state_policy": "keep", "dim": 0, "explore": 3},
 ]
 
 
@@ -185,5 +187,5 @@ def test_state_is_checked() -> None:
     _, optimizer = dense()
     with pytest.raises(ValueError, match=r"refresh='half'.*'full' or 'sketch'"):
         ReducedAllreduceState(optimizer, refresh="half")
-    with pytest.raises(ValueError, match="needs explore=0"):
+    with pytest.raises(ValueError, match="needs explore below 1.0"):
         ReducedAllreduceState(dense(explore=1.0)[1])
