@@ -12,6 +12,7 @@ from grass.compact import calibrate, compact, expand
 from grass.functional import compact_adamw
 from grass.groups import matched_modules, param_groups
 from grass.hyperparameters import PAPER
+from grass.in_backward import step_in_backward
 from grass.optimizer import GrassAdamW
 from grass.projector import Projector
 from grass.selection import Selection, available_rules, register_rule, sampled, select_rows
@@ -41,6 +42,7 @@ __all__ = [
     "register_rule",
     "sampled",
     "select_rows",
+    "step_in_backward",
 ]
 
 

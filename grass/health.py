@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -56,9 +56,13 @@ class Health:
         self._warned: set[str] = set()
 
     def check(
-        self, groups: list[dict[str, Any]], states: Mapping[Tensor, State], layers: Mapping[int, CompactLayer]
+        self,
+        groups: list[dict[str, Any]],
+        states: Mapping[Tensor, State],
+        layers: Mapping[int, CompactLayer],
+        stepped: Collection[int],
     ) -> None:
-        """Look at all selected weights after a step."""
+        """Look at all selected weights after a step; ``stepped`` has the ``id`` of those that had a gradient."""
         idle, overdue, position = [], [], 0
         for group in groups:
             for i, p in enumerate(group["params"]):
@@ -66,9 +70,9 @@ class Health:
                 if (layer is None and (group["rank"] is None or p.ndim < 2)) or not p.requires_grad:
                     continue
                 name = _name(group, i, position - 1, layer)
-                if self._is_idle(name, p, group["update_interval"]):
+                if self._is_idle(name, id(p) in stepped, group["update_interval"]):
                     idle.append(name)
-                if p.grad is not None and _is_overdue(states.get(p), group):
+                if id(p) in stepped and _is_overdue(states.get(p), group):
                     overdue.append(name)
         self._warn("got no gradient for a whole update_interval and do not train", idle)
         self._warn(
@@ -77,8 +81,8 @@ class Health:
             overdue,
         )
 
-    def _is_idle(self, name: str, p: Tensor, interval: int) -> bool:
-        if p.grad is not None:
+    def _is_idle(self, name: str, stepped: bool, interval: int) -> bool:
+        if stepped:
             self._missed.pop(name, None)
             return False
         self._missed[name] = self._missed.get(name, 0) + 1

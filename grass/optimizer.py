@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from grass.active import arm, by_active_rows, layers_of, resume
 from grass.background import Background
 from grass.bank import Share
 from grass.bank_exchange import shares_bank
-from grass.functional import ScratchPool
 from grass.health import Health, Owner
 from grass.hyperparameters import (
     SHARED_KEYS,
@@ -30,8 +29,12 @@ from grass.hyperparameters import (
 from grass.layers import CompactLayer
 from grass.moments import HOST_KEYS, State
 from grass.ranks import Ranks, checksum
-from grass.shards import aligned_grad, assembled, assembled_bank, local
-from grass.steps import GroupStep, Member, step_device, step_group
+from grass.shards import assembled, assembled_bank, local
+from grass.steps import step_device
+from grass.steps.whole import WholeStep
+
+if TYPE_CHECKING:
+    from grass.in_backward import InBackward
 
 logger = logging.getLogger("grass")
 
@@ -106,6 +109,7 @@ class GrassAdamW(Optimizer):
     Attributes:
         process_group: the ranks that train this model together; ``None``, which pickles restore, means all there are.
         given_norms: in dense mode, of what a coming refresh chooses rows by where not by the gradient at hand.
+        in_backward: the handle of :func:`grass.step_in_backward`, if parameters are stepped in backward.
 
     Errors:
         ``ValueError`` for values out of range, including a rank beyond the selected dimension or another than converted
@@ -120,6 +124,8 @@ class GrassAdamW(Optimizer):
 
     writes_back_active_rows = True
     process_group: ProcessGroup | None = None
+    in_backward: InBackward | None = None
+    going_on: WholeStep | None = None
     _named_by_model = False
 
     def __init__(
@@ -186,6 +192,7 @@ class GrassAdamW(Optimizer):
         self.__dict__.setdefault("_background", Background())
         self.__dict__.setdefault("given_norms", {})
         self._verified, self._selecting, self._held, self._health = False, None, None, Health()
+        self.going_on = None
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -239,32 +246,35 @@ class GrassAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One optimization step; ``closure`` re-evaluates the model and returns the loss."""
+        if self.in_backward is not None:
+            self.in_backward.finish(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
+        whole, self.going_on = self.begin_step(), None
+        for layer in whole.layers.values():
+            Owner.check(layer, self)
+            layer.sync()
+        index = 0
+        for group in self.param_groups:
+            whole.advance(group, enumerate(group["params"], index))
+            index += len(group["params"])
+        whole.ranks.verify_selection(whole.chosen)
+        self._health.check(self.param_groups, self.state, whole.layers, whole.stepped)
+        return loss
+
+    def begin_step(self) -> WholeStep:
+        """The step that has begun in backward; otherwise a new one, after all checks that need no gradient."""
+        if self.going_on is not None:
+            return self.going_on
         self._background.finish()
-        layers, scratch, ranks, index = self.layers(), ScratchPool(), Ranks.of(self.process_group), 0
+        layers = self.layers()
         self._check_settings(layers)
         self._check_parameters(layers)
         self.verify_settings()
-        for layer in layers.values():
-            Owner.check(layer, self)
-            layer.sync()
-        chosen: list[Tensor] = []
-        for group in self.param_groups:
-            members = [
-                Member(p, aligned_grad(p), self.state[p], i)
-                for i, p in enumerate(group["params"], index)
-                if p.grad is not None
-            ]
-            index += len(group["params"])
-            step = GroupStep(group, scratch, self._background, ranks, chosen)
-            step_group(step, members, layers, self.given_norms)
-        ranks.verify_selection(chosen)
-        self._health.check(self.param_groups, self.state, layers)
-        return loss
+        return WholeStep(self.state, layers, Ranks.of(self.process_group), self._background, self.given_norms)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and with them the sketches of active rows, which a step that was given up leaves behind."""
@@ -417,15 +427,24 @@ class GrassAdamW(Optimizer):
             )
 
     def _check_gradients(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if group["moment_dtype"] == "8bit" and hasattr(p, "to_local"):
-                    raise ValueError("moment_dtype='8bit' cannot be sharded: its blocks of 256 values run over rows")
-                if p.grad is not None and p.grad.layout != torch.strided:
-                    raise TypeError(
-                        f"GrassAdamW takes dense gradients, got {p.grad.layout} for a weight of {tuple(p.shape)}; "
-                        "use sparse=False in the embedding or torch.optim.SparseAdam for it"
-                    )
+        for p, group in self._grouped():
+            check_gradient(p, group)
+
+
+def check_gradient(p: Tensor, group: dict[str, Any]) -> None:
+    """Refuse a gradient that cannot be stepped.
+
+    Raises:
+        TypeError: it is sparse.
+        ValueError: the parameter is sharded and its moments are to have 8 bits.
+    """
+    if group["moment_dtype"] == "8bit" and hasattr(p, "to_local"):
+        raise ValueError("moment_dtype='8bit' cannot be sharded: its blocks of 256 values run over rows")
+    if p.grad is not None and p.grad.layout != torch.strided:
+        raise TypeError(
+            f"GrassAdamW takes dense gradients, got {p.grad.layout} for a weight of {tuple(p.shape)}; "
+            "use sparse=False in the embedding or torch.optim.SparseAdam for it"
+        )
 
 
 def _take_projected(state_dict: dict[str, Any], keys: list[int], taken: dict[int, State]) -> dict[str, Any]:

@@ -157,6 +157,11 @@ def add_training_flags(add: Any) -> None:
     add("--checkpointing", action="store_true", help="keep layers' inputs alone and run each forward again in backward")
     add("--chunked-loss", type=int, default=0, metavar="TOKENS", help="logits of so many tokens at a time; 0: of all")
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0 is off")
+    add(
+        "--step-in-backward",
+        action="store_true",
+        help="grass, dense mode, one process: step each weight in backward, free its gradient; --clip is per weight",
+    )
     add("--eval-every", type=int, default=100, help="steps between evaluations")
     add("--log-every", type=int, default=10, help="steps between logged rows")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 saves only on a stop and at the end")

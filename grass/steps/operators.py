@@ -31,16 +31,20 @@ def step_by_operators(step: GroupStep, every: list[Numbered]) -> None:
 
 
 def _buckets(every: list[Numbered]) -> Iterator[list[Numbered]]:
-    """Split into parts of one type and device and of at most :data:`BUCKET` elements, or one weight."""
+    """Split into parts that are stepped alike, of at most :data:`BUCKET` elements, or one weight.
+
+    The bits of a weight then do not depend on the others: it is stepped by the same operators alone.
+    """
     bucket: list[Numbered] = []
     size, kind = 0, None
     for rows, numbers in every:
         moment = rows.state["exp_avg"]
-        if bucket and (size + moment.numel() > BUCKET or (moment.dtype, moment.device) != kind):
+        its_kind = moment.dtype, moment.device, _shared_numbers(rows, numbers)
+        if bucket and (size + moment.numel() > BUCKET or its_kind != kind):
             yield bucket
             bucket, size = [], 0
         bucket.append((rows, numbers))
-        size, kind = size + moment.numel(), (moment.dtype, moment.device)
+        size, kind = size + moment.numel(), its_kind
     if bucket:
         yield bucket
 
@@ -57,7 +61,7 @@ def _step(step: GroupStep, bucket: list[Numbered]) -> None:
         grads = [rows.grad.to(rows.state["exp_avg"].dtype) for rows in every]
         values = [rows.stepped().to(rows.state["exp_avg"].dtype) for rows in every]
     tensors = values, grads, exp_avgs, exp_avg_sqs
-    if _share_numbers(bucket) and all(map(_share_layout, *tensors)):
+    if _shared_numbers(*bucket[0]) is not None and all(map(_share_layout, *tensors)):
         _step_as_parameters(step, bucket, *tensors)
     else:
         shrinks = [numbers.shrink for _, numbers in bucket]
@@ -71,10 +75,11 @@ def _compact_grad(rows: Rows, out: Tensor) -> Tensor:
     return projector.rescale(projector.gather(rows.grad, out=out))
 
 
-def _share_numbers(bucket: list[Numbered]) -> bool:
-    """Whether all rows are stepped alike but for the age of their weight's selection."""
-    unscaled = all(rows.scale is None and not isinstance(numbers.row_steps, Tensor) for rows, numbers in bucket)
-    return unscaled and len({numbers[1:] for _, numbers in bucket}) == 1
+def _shared_numbers(rows: Rows, numbers: Numbers) -> tuple[float, float] | None:
+    """Step size and shrink of rows that torch's AdamW can step; ``None`` for scaled rows and rows of several ages."""
+    if rows.scale is not None or isinstance(numbers.row_steps, Tensor):
+        return None
+    return numbers.step_size, numbers.shrink
 
 
 def _share_layout(*tensors: Tensor) -> bool:

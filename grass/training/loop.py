@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_warmup
 
+from grass import GrassAdamW, step_in_backward
+from grass.in_backward import InBackward
 from grass.memory import StateBytes, state_bytes
 from grass.training.checkpoint import CheckpointStore
 from grass.training.data import Data
@@ -45,6 +47,8 @@ class TrainConfig:
         warmup: steps of linear warm-up; a cosine to a tenth of the peak learning rate follows.
         accumulate: batches per step.
         clip: largest norm of the gradient; 0 does not clip.
+        step_in_backward: step each parameter in backward (:func:`grass.step_in_backward`), for grass in dense mode on
+            one process. ``clip`` then limits each parameter's gradient.
         autocast: compute in bfloat16 over the weights' own dtype.
         eval_every: steps between evaluations; the last step is always followed by one.
         log_every: steps between logged rows.
@@ -56,6 +60,7 @@ class TrainConfig:
     warmup: int = 100
     accumulate: int = 1
     clip: float = 1.0
+    step_in_backward: bool = False
     autocast: bool = False
     eval_every: int = 100
     log_every: int = 1
@@ -68,6 +73,8 @@ class TrainConfig:
         for name in ("clip", "save_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Invalid {name}={getattr(self, name)}: must be >= 0")
+        if self.step_in_backward and self.accumulate > 1:
+            raise ValueError(f"Invalid accumulate={self.accumulate}: must be 1 with step_in_backward=True")
         if not 0 <= self.warmup < self.steps:
             raise ValueError(f"Invalid warmup={self.warmup}: must be in [0, steps={self.steps})")
 
@@ -121,6 +128,7 @@ class Trainer:
         sequences = self.config.accumulate * self.data.train.batch_size * self.processes.size
         self.tokens_per_step = sequences * self.data.train.seq_len
         self.settings = {**self.settings, "processes": self.processes.size}
+        self.in_backward = self._step_in_backward() if self.config.step_in_backward else None
         self.scheduler = get_cosine_with_min_lr_schedule_with_warmup(
             self.optimizer, self.config.warmup, self.config.steps, min_lr_rate=0.1
         )
@@ -189,13 +197,23 @@ class Trainer:
                 loss = self._loss(next(self.data.train)) / self.config.accumulate
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
-        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        if self.config.clip:
-            clip_grads_with_norm_(self.model.parameters(), self.config.clip, norm)
+        norm = self._clip() if self.in_backward is None else self.in_backward.grad_norm
         self.optimizer.step()
         self.scheduler.step()
         self.step += 1
         return torch.stack(losses).sum(), norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _step_in_backward(self) -> InBackward:
+        if not isinstance(self.optimizer, GrassAdamW):
+            raise ValueError(f"step_in_backward=True takes grass's optimizer, got {type(self.optimizer).__name__}")
+        return step_in_backward(self.optimizer, clip=self.config.clip or math.inf)
+
+    def _clip(self) -> Tensor:
+        """Clip the whole gradient; returns its norm before."""
+        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        if self.config.clip:
+            clip_grads_with_norm_(self.model.parameters(), self.config.clip, norm)
+        return norm
 
     def _mean(self, loss: Tensor) -> float:
         """The mean over the processes."""

@@ -16,6 +16,9 @@ from tests.training.runs import PRETRAIN, TINY
 EVERY = [pytest.param(name, marks=pytest.mark.slow if name == "adamw8bit" else ()) for name in OPTIMIZERS]
 """Names of all optimizers; the one that compiles its step takes long."""
 
+EXACT = ["loss", "eval_loss", "lr"]
+"""Logged columns that tell whether two runs have the same weights."""
+
 main = runpy.run_path(str(PRETRAIN))["main"]
 
 
@@ -53,6 +56,24 @@ def test_accumulated_batches_equal_one_large_batch(tmp_path):
 def test_clipping_changes_the_run_and_not_the_reported_norm(tmp_path):
     free = pretrain(tmp_path / "free", "--clip", "0", "--optimizer", "grass", "--update-interval", "2")
     clipped = pretrain(tmp_path / "clipped", "--clip", "0.01", "--optimizer", "grass", "--update-interval", "2")
+    assert clipped["grad_norm"].iloc[0] == free["grad_norm"].iloc[0] > 0.01
+    assert clipped["loss"].iloc[-1] != free["loss"].iloc[-1]
+
+
+def test_stepping_in_backward_gives_the_same_run_and_resumes(tmp_path):
+    flags = ["--clip", "0", "--explore", "0.25", "--update-interval", "2"]
+    ordinary = pretrain(tmp_path / "ordinary", *flags)
+    assert pretrain(tmp_path / "ours", *flags, "--step-in-backward")[EXACT].equals(ordinary[EXACT])
+    pretrain(tmp_path / "parts", *flags, "--step-in-backward", "--save-every", "3")
+    (tmp_path / "parts" / "checkpoints" / "step-00000006" / "manifest.json").unlink()
+    resumed = pretrain(tmp_path / "parts", *flags, "--step-in-backward", "--save-every", "3", "--resume")
+    assert resumed[EXACT].equals(ordinary[EXACT])
+    pd.testing.assert_series_equal(resumed["grad_norm"], ordinary["grad_norm"], rtol=1e-5)  # summed in another order
+
+
+def test_stepping_in_backward_clips_each_parameter(tmp_path):
+    flags = ["--step-in-backward", "--update-interval", "2", "--clip"]
+    free, clipped = (pretrain(tmp_path / clip, *flags, clip) for clip in ("0", "0.01"))
     assert clipped["grad_norm"].iloc[0] == free["grad_norm"].iloc[0] > 0.01
     assert clipped["loss"].iloc[-1] != free["loss"].iloc[-1]
 
@@ -132,6 +153,9 @@ def test_peers_cannot_be_resumed_and_say_so(tmp_path, optimizer, capsys):
         (["--warmup", "6"], "warmup=6: must be in [0, steps=6)"),
         (["--accumulate", "0"], "accumulate=0: must be >= 1"),
         (["--clip", "-1"], "clip=-1.0: must be >= 0"),
+        (["--step-in-backward", "--accumulate", "2"], "accumulate=2: must be 1 with step_in_backward=True"),
+        (["--step-in-backward", "--optimizer", "adamw"], "step_in_backward=True takes grass's optimizer, got AdamW"),
+        (["--step-in-backward", "--compact"], "step_in_backward takes dense mode"),
         (["--rank", "0"], "rank=0: must be an integer >= 1"),
         (["--rank", "1.25"], "rank=1.25: must be an integer >= 1 or a fraction in (0, 1]"),
         (["--batch-size", "0"], "batch_size=0: must be >= 1"),

@@ -1,0 +1,210 @@
+"""Stepping in backward: each parameter is stepped, and its gradient freed, as soon as the gradient is complete.
+
+The gradients of a model then never exist together. All rows of dense mode still move, from exact gradients.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.utils.hooks import RemovableHandle
+
+from grass.optimizer import GrassAdamW, check_gradient
+from grass.ranks import Ranks
+from grass.shards import is_sharded
+from grass.steps.whole import WholeStep
+
+
+def step_in_backward(optimizer: GrassAdamW, *, clip: float | None = None) -> InBackward:
+    """Step each parameter inside ``backward()`` as soon as its gradient is complete, then free the gradient.
+
+    The loop stays as it is: ``backward()``, ``optimizer.step()``, scheduler, ``zero_grad()``. ``optimizer.step()`` ends
+    the step. It also steps parameters whose gradient was set by hand. Without ``clip`` the weights and the state equal
+    those of the ordinary loop bit for bit, and so do resumed runs. Set the learning rate before ``backward()``.
+
+    ``clip_grad_norm_`` finds no gradients, and the norm of the whole gradient is known too late. Therefore ``clip``
+    limits each parameter alone: a gradient whose own norm exceeds ``clip`` is scaled down to it, as by
+    ``clip_grad_norm_([parameter], clip)``. The norm of the whole gradient may then exceed ``clip``.
+
+    Two backward passes before ``optimizer.step()`` must not reach the same parameter, so gradients cannot be
+    accumulated. A parameter that several checkpointed segments share needs ``use_reentrant=False``.
+
+    Args:
+        optimizer: in dense mode, or at full rank, on one process.
+        clip: largest norm of the gradient of each parameter. ``math.inf`` only measures
+            :attr:`InBackward.grad_norm`; ``None`` does neither.
+
+    Returns:
+        The handle, whose ``remove()`` restores ordinary steps.
+
+    Errors:
+        ``TypeError`` for another optimizer. ``ValueError`` for a ``clip`` out of range, converted layers (compact
+        mode), sharded parameters (FSDP, tensor parallelism), more than one process, and parameters that another
+        optimizer steps in backward. In training ``RuntimeError``: in a second backward pass, when it reaches a
+        parameter that has been stepped; in ``optimizer.step`` for a closure and for ``GradScaler``, whose scale is not
+        known in backward (the first, scaled, backward pass has then changed the weights).
+
+    Example:
+        >>> handle = grass.step_in_backward(optimizer)
+        >>> loss.backward()  # steps
+        >>> optimizer.step()  # ends the step
+    """
+    if not isinstance(optimizer, GrassAdamW):
+        raise TypeError(f"optimizer must be a grass.GrassAdamW, got {type(optimizer).__name__}")
+    if clip is not None and not isinstance(clip, (int, float)):
+        raise TypeError(f"Invalid {clip=}: must be a number > 0 or None")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"Invalid {clip=}: must be a number > 0 or None")
+    if optimizer.in_backward is not None:
+        raise ValueError("This optimizer steps in backward already: call remove() of its handle first")
+    return InBackward(optimizer, clip)
+
+
+class InBackward:
+    """What :func:`step_in_backward` returns; the optimizer holds it too."""
+
+    def __init__(self, optimizer: GrassAdamW, clip: float | None) -> None:
+        _check_supported(optimizer)
+        self._optimizer = weakref.ref(optimizer)
+        self._clip = clip
+        self._hook = _hook_of(self)
+        self._registered: dict[Tensor, RemovableHandle] = {}
+        self._places: dict[Tensor, tuple[dict[str, Any], int]] = {}
+        self._norms: list[Tensor] = []
+        self._lock = threading.Lock()  # every device has a thread in backward
+        self._watch(optimizer)
+        optimizer.in_backward = self
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # GradScaler then calls step()
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of the whole gradient in the last backward pass, before clipping; zero with ``clip=None``."""
+        return get_total_norm(self._norms)
+
+    def remove(self) -> None:
+        """Step in ``optimizer.step()`` again. Call it between two steps.
+
+        Raises:
+            RuntimeError: a step has begun in backward, and ``optimizer.step()`` has not ended it.
+        """
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.in_backward is self:
+            if optimizer.going_on is not None:
+                raise RuntimeError("A step has begun in backward: call optimizer.step() before remove()")
+            optimizer.in_backward = None
+            del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+        for hook in self._registered.values():
+            hook.remove()
+        self._registered.clear()
+
+    def take(self, p: Tensor) -> None:
+        """Step a parameter by its gradient and free the gradient."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        with self._lock, torch.no_grad():
+            whole = self._begin(optimizer)
+            if p not in self._places:  # taken out of its group
+                return
+            group, position = self._places[p]
+            if id(p) in whole.stepped:
+                raise RuntimeError(
+                    f"{_name(group, p, position)} got a gradient again before optimizer.step(), but backward has "
+                    "stepped it: gradients cannot be accumulated. Call optimizer.step() after each backward; if the "
+                    "parameter is shared between checkpointed segments, checkpoint with use_reentrant=False"
+                )
+            check_gradient(p, group)
+            if self._clip is not None:
+                self._norms.append(clip_grad_norm_([p], self._clip))
+            whole.advance(group, [(position, p)])
+            p.grad = None
+
+    def finish(self, optimizer: GrassAdamW, closure: Callable[[], float] | None) -> None:
+        """Step what still has a gradient; ``optimizer.step`` does before it ends the step.
+
+        Raises:
+            RuntimeError: for a closure, for ``GradScaler``, and for gradients of parameters that have been stepped.
+        """
+        if closure is not None:
+            raise RuntimeError("A closure runs backward inside step(), which stepping in backward cannot: pass none")
+        if hasattr(optimizer, "found_inf"):
+            raise RuntimeError(
+                "GradScaler cannot be used with step_in_backward: backward steps before the scale is known. Train in "
+                "float32 or bfloat16 without a scaler"
+            )
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.take(p)
+        self._watch(optimizer)
+
+    def _begin(self, optimizer: GrassAdamW) -> WholeStep:
+        """The step that is going on; its first gradient begins it."""
+        if optimizer.going_on is None:
+            _check_supported(optimizer)
+            optimizer.going_on = optimizer.begin_step()
+            self._norms = []
+            every = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+            self._places = {p: (group, position) for position, (p, group) in enumerate(every)}
+        return optimizer.going_on
+
+    def _watch(self, optimizer: GrassAdamW) -> None:
+        """Register the hook on parameters that train and lack it, as groups may be added and weights thawed."""
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        new = [p for p in every if p.requires_grad and p not in self._registered]
+        for p in new:
+            _check_free(p)
+        self._registered.update((p, p.register_post_accumulate_grad_hook(self._hook)) for p in new)
+
+
+def _hook_of(handle: InBackward) -> Callable[[Tensor], None]:
+    """Hands a parameter to its handle, which it holds weakly: without the optimizer it does nothing."""
+    reference = weakref.ref(handle)
+
+    def hook(p: Tensor) -> None:
+        if (found := reference()) is not None:
+            found.take(p)
+
+    untraced: Any = torch.compiler.disable(hook, reason="it steps an optimizer")  # type: ignore[no-untyped-call]
+    untraced.handle = reference
+    return cast("Callable[[Tensor], None]", untraced)
+
+
+def _check_supported(optimizer: GrassAdamW) -> None:
+    if optimizer.held_layers:
+        raise ValueError(
+            f"step_in_backward takes dense mode, but {len(optimizer.held_layers)} layers were converted by "
+            "grass.compact(), which keeps gradients small already"
+        )
+    ranks = Ranks.of(optimizer.process_group)
+    if ranks.group is not None:
+        raise ValueError(
+            f"step_in_backward takes one process, got {ranks.group.size()}: backward would step by the gradient of "
+            "this process, before DDP averages. If the processes train separate models, set optimizer.process_group"
+        )
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if is_sharded(p):
+                raise ValueError(f"step_in_backward takes whole parameters, got a DTensor of shape {tuple(p.shape)}")
+
+
+def _check_free(p: Tensor) -> None:
+    for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
+        if isinstance(getattr(hook, "handle", lambda: None)(), InBackward):
+            raise ValueError(
+                f"A parameter of shape {tuple(p.shape)} is stepped in backward by another optimizer: call remove() of "
+                "that handle first"
+            )
+
+
+def _name(group: dict[str, Any], p: Tensor, position: int) -> str:
+    names = group.get("param_names")
+    if names is None:
+        return f"Parameter {position} of shape {tuple(p.shape)}"
+    return str(next(name for name, other in zip(names, group["params"], strict=True) if other is p))
