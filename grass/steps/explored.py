@@ -32,7 +32,7 @@ def step_explored(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
         own = Projector(indices, None, dim).gather(grad) if gathering else grad
         norms = kernels.row_norms(own * factors.unsqueeze(dim), dim)
         squares = summed(torch.cat([norms, lengths]).square(), explored.grad)
-        norms, lengths = squares.sqrt().split([norms.numel(), lengths.numel()])
+        norms, lengths = torch.split(squares.sqrt(), [norms.numel(), lengths.numel()])
     size = numbers.step_size * explored.reach
     kernels.move_rows_(
         weight,
@@ -67,7 +67,7 @@ def explored_directions(
     phi = _quotients(_norms(direction, 1 - dim), _norms(grad, 1 - dim))
     unit = explored_grad * phi.unsqueeze(dim)
     squares = torch.cat([_norms(unit, dim), _norms(direction, dim)]).square()
-    lengths, selected = summed(squares, like).sqrt().split([unit.shape[dim], direction.shape[dim]])
+    lengths, selected = torch.split(summed(squares, like).sqrt(), [unit.shape[dim], direction.shape[dim]])
     return unit, _quotients(selected.mean(), lengths)
 
 
