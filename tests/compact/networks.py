@@ -84,12 +84,13 @@ def converted(
     dim: int = 1,
     active: torch.dtype | None = None,
     seed: int = 0,
+    explore: int = 0,
     **options: object,
 ) -> tuple[Network, GrassAdamW]:
     """A converted network and its optimizer, which refreshes every four steps."""
     model = Network(dtype)
-    grass.compact(model, rank=rank, explore=0, dim=dim, dtype=active, seed=seed)
-    return model, GrassAdamW(model, **{**PAPER, "lr": 1e-2, "update_interval": 4, **options})
+    grass.compact(model, rank=rank, explore=explore, dim=dim, dtype=active, seed=seed)
+    return model, GrassAdamW(model, **{**PAPER, "explore": None, "lr": 1e-2, "update_interval": 4, **options})
 
 
 def assert_same_weights(ours: nn.Module, theirs: nn.Module) -> None:

@@ -36,21 +36,28 @@ RULES: list[dict[str, Any]] = [
     {"selection": "top_r", "state_policy": "reset", "dim": 1},
     {"selection": "multinomial_norm", "state_policy": "bank", "dim": 0},
     {"selection": "multinomial_norm", "state_policy": "keep", "dim": 1, "fused": True},
+    {"selection": "uniform", "state_policy": "keep", "dim": 1, "explore": 2},
+    {"selection": "uniform", "state_policy": "keep", "dim": 0, "explore": 2, "maximize": True},
 ]
 
 
 def sharded(
-    dtype: torch.dtype = torch.float64, dim: int = 1, seed: int = 0, active: Any = None, **options: Any
+    dtype: torch.dtype = torch.float64,
+    dim: int = 1,
+    seed: int = 0,
+    active: Any = None,
+    explore: int = 0,
+    **options: Any,
 ) -> tuple[Network, GrassAdamW]:
     """A converted network, sharded layer by layer, and its optimizer."""
     keys = ("mesh", "mp_policy", "reshard_after_forward")
     layout = {key: options.pop(key) for key in keys if key in options}
     model = Network(dtype, seed=seed)
-    compact(model, rank=3, explore=0, dim=dim, dtype=active)
+    compact(model, rank=3, explore=explore, dim=dim, dtype=active)
     placement = shard_placement_fn(model)
     for layer in (model.up, model.mix, model):
         fully_shard(layer, shard_placement_fn=placement, **layout)
-    return model, GrassAdamW(model, **{**OPTIONS, **options})
+    return model, GrassAdamW(model, **{**OPTIONS, "explore": None, **options})
 
 
 def gathered(model: Network) -> dict[str, Tensor]:
