@@ -92,18 +92,26 @@ def _twin(
 
     projector = Projector(indices)
     wide = torch.promote_types(factors.dtype, torch.float32)
-    unit = (projector.gather(grad) if gather_grad else grad).to(wide) * factors
-    norms = torch.linalg.vector_norm(unit, dim=1) if norms is None else norms
+    most = gather_grad and rows is None and 2 * indices.numel() > weight.shape[0]  # then no row is gathered
+    unit = (projector.gather(grad) if gather_grad and not most else grad).to(wide) * factors
+    if norms is None:
+        every = torch.linalg.vector_norm(unit, dim=1)
+        norms = every.index_select(0, indices) if most else every
     sizes = torch.where(norms > 0, step_size * length / norms, 0.0)
-    old = projector.gather(weight) if rows is None else rows
-    new = old.to(wide).addcmul(unit, sizes.unsqueeze(1), value=-1)
+    if most:
+        sizes = torch.zeros(weight.shape[0], dtype=wide, device=weight.device).index_copy_(0, indices, sizes)
+        indices = torch.arange(weight.shape[0], device=weight.device)
+    old = (weight if most else projector.gather(weight)) if rows is None else rows
+    new = old.to(wide).addcmul_(unit, sizes.unsqueeze(1), value=-1)
     place = torch.arange(weight.shape[1], device=weight.device)
     counter = indices.unsqueeze(1) * weight.shape[1] + place if key is not None else place
     value = _rounded(new, old.dtype, counter, key, 4)
     if rows is not None:
-        rows.copy_(value)
-        value = _rounded(value.to(wide), weight.dtype, counter, key, 5)
-    projector.scatter_(weight, value)
+        value = _rounded(rows.copy_(value).to(wide), weight.dtype, counter, key, 5)
+    if not most:
+        projector.scatter_(weight, value)
+    elif value is not weight:
+        weight.copy_(value)
 
 
 def _launch(

@@ -63,14 +63,17 @@ def test_equals_float64(shape, dtype, layout, row_dtype, dim, run) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_move_is_as_long_as_told(dim, run) -> None:
-    tensors = problem((29, 67), 9, dim, torch.float32)
+@pytest.mark.parametrize("q", [9, 21])
+def test_a_move_is_as_long_as_told(q, dim, run) -> None:
+    tensors = problem((29, 31), q, dim, torch.float32)
+    rest = torch.ones(tensors[0].shape[dim], dtype=torch.bool, device=DEVICE).index_fill(0, tensors[1], False)
     for implementation, sign in itertools.product(("triton", "torch"), (1, -1)):
         w, _ = moved(run, implementation, *tensors, dim, step_size=0.5 * sign)
         difference = (w - tensors[0]).index_select(dim, tensors[1])
         along = (difference * tensors[2].index_select(dim, tensors[1])).sum(1 - dim)
-        torch.testing.assert_close(difference.norm(dim=1 - dim), torch.full((9,), 1.5, device=DEVICE))
+        torch.testing.assert_close(difference.norm(dim=1 - dim), torch.full((q,), 1.5, device=DEVICE))
         assert (along * sign < 0).all()
+        assert torch.equal(w.transpose(0, dim)[rest], tensors[0].transpose(0, dim)[rest])
 
 
 def test_rows_without_gradient_stay(run) -> None:
@@ -82,10 +85,11 @@ def test_rows_without_gradient_stay(run) -> None:
         assert w.isfinite().all()
 
 
+@pytest.mark.parametrize("q", [7, 20])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_norms_of_whole_rows_are_taken_from_outside(dim, run) -> None:
+def test_norms_of_whole_rows_are_taken_from_outside(dim, q, run) -> None:
     """Two halves of the width move as the whole, given norms of the whole."""
-    weight, indices, grad, factors, length, _ = tensors = problem((24, 24), 7, dim, torch.float32)
+    weight, indices, grad, factors, length, _ = tensors = problem((24, 24), q, dim, torch.float32)
     unit = grad.index_select(dim, indices) * factors.unsqueeze(dim)
     halves = [torch.arange(12, device=DEVICE), torch.arange(12, 24, device=DEVICE)]
     for implementation in ("triton", "torch"):
@@ -99,12 +103,12 @@ def test_norms_of_whole_rows_are_taken_from_outside(dim, run) -> None:
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("q", "dim"), [(11, 0), (11, 1), (30, 0)])
 @pytest.mark.parametrize("row_dtype", [None, "same", torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_stochastic_rounding_draws_as_the_twin_does(dtype, row_dtype, dim, layout, run) -> None:
+def test_stochastic_rounding_draws_as_the_twin_does(dtype, row_dtype, q, dim, layout, run) -> None:
     """Both may differ by float32's last bit before rounding, so a few elements fall on the other side."""
-    tensors = problem((37, 131), 11, dim, dtype, layout, dtype if row_dtype == "same" else row_dtype)
+    tensors = problem((37, 41), q, dim, dtype, layout, dtype if row_dtype == "same" else row_dtype)
     results = []
     for implementation, key in (("triton", 5), ("torch", 5), ("triton", 6)):
         w, own = moved(run, implementation, *tensors, dim, gather=tensors[-1] is None, key=make_key(key))
