@@ -61,25 +61,6 @@ def shrink_(weight: Tensor, factor: float, key: int | None) -> None:
     weight.copy_(round_stochastically(weight.float().mul_(factor), weight.dtype, bits))
 
 
-def add_product_(weight: Tensor, matrix: Tensor, factors: Tensor, value: float, key: int | None) -> None:
-    """``weight += value matrix factors``, rounded as by :func:`shrink_`; ``factors`` broadcast."""
-    if key is None or weight.dtype not in (torch.bfloat16, torch.float16):
-        weight.addcmul_(matrix.to(weight.dtype), factors.to(weight.dtype), value=value)
-        return
-    bits = random_bits(torch.arange(weight.numel(), device=weight.device).view(weight.shape), key, stream=4)
-    wide = weight.float().addcmul_(matrix.float(), factors, value=value)
-    weight.copy_(round_stochastically(wide, weight.dtype, bits))
-
-
-def rounded(matrix: Tensor, dtype: torch.dtype, key: int | None) -> Tensor:
-    """``matrix`` in ``dtype``; stochastically if that is a half precision and there is a ``key``."""
-    if key is None or dtype not in (torch.bfloat16, torch.float16):
-        return matrix.to(dtype)
-    bits = random_bits(torch.arange(matrix.numel(), device=matrix.device).view(matrix.shape), key, stream=5)
-    values: Tensor = round_stochastically(matrix.float(), dtype, bits)
-    return values
-
-
 def read_moments(state: State) -> tuple[Tensor, Tensor]:
     """Both moments in full precision, as they are stored."""
     stored = dict(state)

@@ -41,7 +41,9 @@ else
     mapfile -t marked < <(grep -rlE 'pytest\.mark\.gpu' tests --include='test_*.py')
     run tests 300 "$python" -m pytest -m gpu -p no:cacheprovider --durations=10 tests/kernels "${marked[@]}"
 fi
-for kernel in gather_rows scatter_add_rows row_norms compact_adamw compact_adamw_8bit compact_grad row_sketch; do
+kernels=(gather_rows scatter_add_rows row_norms compact_adamw compact_adamw_8bit move_factors move_rows compact_grad)
+kernels+=(row_sketch)
+for kernel in "${kernels[@]}"; do
     run "$kernel" 120 "$python" "scripts/bench/kernels/$kernel.py" --out "$out" ${smoke[@]+"${smoke[@]}"}
 done
 run train_step 240 "$python" scripts/bench/gpu_train_step.py --out "$out" ${smoke[@]+"${smoke[@]}"}

@@ -4,6 +4,8 @@ from .compact_adamw import compact_adamw_
 from .compact_adamw_8bit import compact_adamw_8bit_
 from .compact_grad import compact_grad
 from .gather_rows import gather_cols, gather_rows
+from .move_factors import move_factors
+from .move_rows import move_rows_
 from .random_bits import make_key, random_bits, round_stochastically
 from .row_norms import row_norms
 from .row_sketch import random_signs, row_sketch
@@ -16,6 +18,8 @@ __all__ = [
     "gather_cols",
     "gather_rows",
     "make_key",
+    "move_factors",
+    "move_rows_",
     "random_bits",
     "random_signs",
     "round_stochastically",

@@ -95,6 +95,17 @@ def _obstacle(tensors: list[Tensor], types: frozenset[torch.dtype]) -> str | Non
     return None
 
 
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], dim: int = 0) -> None:
+    """See that a tensor, transposed already for ``dim=1``, has this shape; kernels would read past its end.
+
+    Raises:
+        ValueError: it has another.
+    """
+    if tensor.shape != shape:
+        has, must = (tuple(sizes)[::-1] if dim else tuple(sizes) for sizes in (tensor.shape, shape))
+        raise ValueError(f"{name} has shape {has}, must be {must}")
+
+
 @functools.cache
 def _say_once(name: str, reason: str) -> None:
     logger.warning("grass::%s runs in torch: %s", name, reason)

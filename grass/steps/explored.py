@@ -1,10 +1,10 @@
-r"""The move of explored rows by torch's operators; formulas in :mod:`grass.exploration`.
+r"""The move of explored rows by :mod:`grass.kernels`; formulas in :mod:`grass.exploration`.
 
 :class:`grass.cpu_kernel.Batch` does it for float32 weights on the CPU, in the call that steps the selected rows.
 
-Floor of the kernel if all rows move, ``dim=1``, float32: ``G`` read twice, ``W`` and both moments read and written,
-``16mn + 16mr`` bytes, where AdamW moves ``28mn`` (``dim=0`` reads ``G`` once). In compact mode, for ``q`` explored rows
-of ``n`` values: gradient and values read, values and weight written, ``16qn`` bytes.
+Floor if all rows move, ``dim=1``, float32: ``G`` read twice, ``W`` and both moments read and written, ``16mn + 16mr``
+bytes, where AdamW moves ``28mn`` (``dim=0`` reads ``G`` once). In compact mode, for ``q`` explored rows of ``n``
+values: gradient and values read, values and weight written, ``16qn`` bytes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from grass import kernels
-from grass.functional import StepCoefficients
-from grass.precision import add_product_, read_moments, rounded
+from grass.precision import read_moments
 from grass.projector import Projector
 from grass.shards import local, summed
 from grass.steps.group import GroupStep, Numbers
@@ -23,32 +22,31 @@ from grass.steps.rows import Rows
 
 def step_explored(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
     """Move the explored rows of a weight; call it after the selected ones have been stepped."""
-    explored, dim = rows.explored, rows.dim
+    explored, dim, gathering = rows.explored, rows.dim, rows.values is None
     assert explored is not None
-    grad = rows.grad if rows.values is not None else Projector(rows.indices, None, dim).gather(rows.grad)
-    direction = _direction(step, rows, numbers.row_steps)
-    moving, own = _moving(rows)
-    unit, lengths = explored_directions(direction, grad, moving, dim, explored.grad)
-    if explored.indices is None:
-        lengths.index_fill_(0, rows.indices, 0.0)
+    factors, lengths = _factors(step, rows, numbers.row_steps)
+    weight, indices = _places(rows)
+    grad = rows.grad if gathering else local(explored.grad)
+    norms = None
+    if type(explored.grad) is not Tensor:  # sharded along the width: lengths are summed over the ranks
+        own = Projector(indices, None, dim).gather(grad) if gathering else grad
+        norms = kernels.row_norms(own * factors.unsqueeze(dim), dim)
+        squares = summed(torch.cat([norms, lengths]).square(), explored.grad)
+        norms, lengths = torch.split(squares.sqrt(), [norms.numel(), lengths.numel()])
     size = numbers.step_size * explored.reach
-    size = size if step.group["maximize"] else -size
-    factors = lengths.unsqueeze(1 - dim)
-    if own is not None:
-        own.copy_(own.to(unit.dtype).addcmul_(unit, factors, value=size)) if own.dtype == unit.dtype else add_product_(
-            own, unit, factors, size, step.value_key(rows.index, rows.state)
-        )
-        _write(step, rows, own)
-        return
-    weight = rows.stepped()
-    key = step.value_key(rows.index, rows.state)
-    if explored.indices is None:
-        add_product_(weight, unit, factors, size, key)
-        return
-    projector = Projector(explored.indices, None, dim)
-    values = projector.gather(weight)
-    add_product_(values, unit, factors, size, key)
-    projector.scatter_(weight, values)
+    kernels.move_rows_(
+        weight,
+        indices,
+        grad,
+        factors,
+        lengths.mean(),
+        step_size=-size if step.group["maximize"] else size,
+        dim=dim,
+        rows=None if weight is explored.values else explored.values,
+        norms=norms,
+        gather_grad=gathering,
+        key=_key(step, rows),
+    )
 
 
 def explored_directions(
@@ -69,40 +67,43 @@ def explored_directions(
     phi = _quotients(_norms(direction, 1 - dim), _norms(grad, 1 - dim))
     unit = explored_grad * phi.unsqueeze(dim)
     squares = torch.cat([_norms(unit, dim), _norms(direction, dim)]).square()
-    norms = summed(squares, like).sqrt()
-    lengths, selected = norms[: unit.shape[dim]], norms[unit.shape[dim] :]
+    lengths, selected = torch.split(summed(squares, like).sqrt(), [unit.shape[dim], direction.shape[dim]])
     return unit, _quotients(selected.mean(), lengths)
 
 
-def _moving(rows: Rows) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the explored rows, and their values where these are a tensor of their own."""
+def _factors(step: GroupStep, rows: Rows, row_steps: Tensor | int) -> tuple[Tensor, Tensor]:
+    """``phi`` and ``|D_k|``, from moments that this step has updated; 8-bit ones are decoded first."""
+    state, group = rows.state, step.group
+    moments = read_moments(state) if "exp_avg_scale" in state else (state["exp_avg"], state["exp_avg_sq"])
+    indices = rows.indices if rows.values is None else None
+    options = {"dim": rows.dim, "betas": group["betas"], "eps": group["eps"]}
+    factors, lengths = kernels.move_factors(*moments, rows.grad, row_steps, indices=indices, **options)
+    return factors, lengths
+
+
+def _places(rows: Rows) -> tuple[Tensor, Tensor]:
+    """The matrix whose rows move, and which do; if active rows have no matrix here, it is that of their values."""
     explored = rows.explored
     assert explored is not None
-    grad = local(explored.grad)
-    if explored.values is not None:
-        return grad, explored.values
-    grad = grad if grad.ndim == 2 else grad.reshape(grad.shape[0], -1)
-    return (grad if explored.indices is None else Projector(explored.indices, None, rows.dim).gather(grad)), None
-
-
-def _write(step: GroupStep, rows: Rows, values: Tensor) -> None:
-    """Write moved active rows into the weight; a narrower weight is rounded stochastically, or it would lose them."""
     if rows.weight is None:
-        return
-    explored = rows.explored
-    assert explored is not None
-    assert explored.indices is not None
-    narrower = rows.weight.dtype.itemsize < values.dtype.itemsize
-    key = step.key(rows.index, rows.state) if narrower else None
-    Projector(explored.indices, None, rows.dim).scatter_(rows.weight, rounded(values, rows.weight.dtype, key))
+        assert explored.values is not None
+        return explored.values, torch.arange(explored.values.shape[rows.dim], device=explored.values.device)
+    indices = _unselected(rows.indices, rows.weight.shape[rows.dim]) if explored.indices is None else explored.indices
+    return rows.weight, indices
 
 
-def _direction(step: GroupStep, rows: Rows, row_steps: Tensor | int) -> Tensor:
-    """``D (r, n)``, from moments that this step has updated."""
-    exp_avg, exp_avg_sq = read_moments(rows.state)
-    c = StepCoefficients.at(row_steps, 1.0, step.group["betas"]).along(rows.dim)
-    root = exp_avg_sq.sqrt().div_(c.denominator).add_(step.group["eps"]).div_(c.step_size)
-    return torch.div(exp_avg, root, out=root)
+def _unselected(indices: Tensor, size: int) -> Tensor:
+    """All rows but those of ``indices``, ascending; without reading how many there are from the device."""
+    others = torch.ones(size, dtype=torch.uint8, device=indices.device).index_fill_(0, indices, 0)
+    return others.sort(descending=True, stable=True).indices[: size - indices.numel()]
+
+
+def _key(step: GroupStep, rows: Rows) -> int | None:
+    """The key of stochastic rounding: a weight narrower than its active rows has one always, or it would lose moves."""
+    values, weight = rows.values, rows.weight
+    if values is not None and weight is not None and weight.dtype.itemsize < values.dtype.itemsize:
+        return step.key(rows.index, rows.state)
+    return step.value_key(rows.index, rows.state)
 
 
 def _norms(matrix: Tensor, dim: int) -> Tensor:

@@ -81,6 +81,14 @@ def launch_everything(dtypes: list[torch.dtype]) -> None:
                 keys = {"moment_key": 6, **options}
                 kernels.compact_adamw_8bit_(matrix, indices, matrix, *coded, 3.0, gather_grad=True, key=5, **keys)
                 kernels.compact_adamw_8bit_(matrix, indices, rows, *coded, scale, rows=rows, **keys)
+                numbers = (torch.zeros((n, m)[dim]), torch.zeros(()))
+                for steps in (3.0, scale):
+                    kernels.move_factors(*moments, rows, steps, dim=dim)
+                    kernels.move_factors(*moments, matrix, steps, indices=indices, dim=dim)
+                kernels.move_rows_(matrix, indices, matrix, *numbers, step_size=0.1, dim=dim, gather_grad=True, key=5)
+                kernels.move_rows_(matrix, indices, rows, *numbers, step_size=0.1, dim=dim, rows=rows, key=5)
+                whole = {"norms": scale, "gather_grad": True}
+                kernels.move_rows_(matrix, indices, matrix, *numbers, step_size=0.1, dim=dim, **whole)
         g, inputs = torch.zeros(tokens, m, dtype=dtype), torch.zeros(tokens, n, dtype=dtype)
         transposed_product(g, inputs, indices, dtype)
         kernels.compact_grad(g, inputs, indices[:8], 0)

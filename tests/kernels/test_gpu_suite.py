@@ -15,6 +15,8 @@ KERNELS = [
     "row_norms",
     "compact_adamw",
     "compact_adamw_8bit",
+    "move_factors",
+    "move_rows",
     "compact_grad",
     "row_sketch",
 ]

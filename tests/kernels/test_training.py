@@ -24,8 +24,9 @@ def train(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 7)).to(DEVICE, dtype)
     if compact:
-        grass.compact(model, rank=0.4, explore=0, dim=dim, dtype=rows, weights=options.pop("weights", None))
-        optimizer = grass.GrassAdamW(model, **{**OPTIONS, **options})
+        explore, weights = options.pop("explore", 0), options.pop("weights", None)
+        grass.compact(model, rank=0.4, explore=explore, dim=dim, dtype=rows, weights=weights)
+        optimizer = grass.GrassAdamW(model, **{**OPTIONS, "explore": None, **options})
     else:
         optimizer = grass.GrassAdamW(model.parameters(), rank=0.4, **{**OPTIONS, "dim": dim, **options})
     for _ in range(steps):
@@ -44,6 +45,10 @@ CASES = [
     (True, 1, {"moment_dtype": "8bit", "state_policy": "bank"}),
     (False, 0, {"replacement": True}),
     (False, 1, {"moment_dtype": "8bit", "replacement": True}),
+    *itertools.product([False, True], [0, 1], [{"explore": 2}, {"explore": 1.0, "maximize": True}]),
+    (True, 0, {"explore": 2, "moment_dtype": "bfloat16"}),
+    (False, 1, {"explore": 2, "moment_dtype": "8bit"}),
+    (True, 1, {"explore": 2, "weights": "int8"}),
 ]
 
 
@@ -56,11 +61,13 @@ def test_equals_torch(compact, dim, options, run) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-3 if narrow else 2e-5)
 
 
+@pytest.mark.parametrize("explore", [0, 2])
 @pytest.mark.parametrize("rows", [None, torch.float32], ids=["own-rows", "float32-rows"])
 @pytest.mark.parametrize("compact", [False, True], ids=["dense", "compact"])
-def test_bfloat16_weights(compact, rows, run) -> None:
+def test_bfloat16_weights(compact, rows, explore, run) -> None:
     arguments = (compact, 1, torch.bfloat16)
-    ours, theirs = (run(which, train, *arguments, rows=rows, steps=2) for which in ("triton", "torch"))
+    options = {"rows": rows, "steps": 2, "explore": explore}
+    ours, theirs = (run(which, train, *arguments, **options) for which in ("triton", "torch"))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
 
@@ -80,10 +87,13 @@ class Recorder(TorchDispatchMode):
 
 def test_kernels_are_taken(run) -> None:
     """Under ``GRASS_KERNELS=triton`` every part of a step runs its kernel, and under ``torch`` it needs none."""
+    norms = {"selection": "multinomial_norm"}
     for which in ("torch", "triton"):
+        explore = {"explore": 2 if which == "triton" else 0}  # torch's twins of these run wherever C++ does not
         with Recorder() as recorder:
             for dim in (0, 1):
-                run(which, train, True, dim, torch.float32, steps=4, sketch_size=4)
-                run(which, train, False, dim, torch.float32, steps=2, replacement=True)
+                run(which, train, True, dim, torch.float32, steps=4, sketch_size=4, **norms, **explore)
+                run(which, train, False, dim, torch.float32, steps=2, replacement=True, **norms)
         every = {"compact_adamw_", "compact_grad", "row_sketch", "row_norms", "scatter_add_rows", "gather_rows"}
+        every |= {"move_factors", "move_rows_"}
         assert recorder.names == (every if which == "triton" else {"row_norms"})
