@@ -24,8 +24,15 @@ from grass.memory.setting import MOMENTS, Setting
 from grass.memory.table import render
 from grass.memory.units import UNITS, parse_bytes
 from grass.moments import POLICIES
+from grass.selection import available_rules
 
-FLAGS = {"rank": "--rank", "seq_len": "--seq", "batch_size": "--batch", "chunk_tokens": "--chunked-loss"}
+FLAGS = {
+    "rank": "--rank",
+    "explore": "--explore",
+    "seq_len": "--seq",
+    "batch_size": "--batch",
+    "chunk_tokens": "--chunked-loss",
+}
 """Flags by the field of :class:`Setting` that they set; their defaults are lowered to what a model allows."""
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -39,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         setting = Setting(
             **given,
+            selection=args.selection,
             dim=args.dim,
             policy=args.policy,
             moments=args.moments,
@@ -66,6 +74,8 @@ def argument_parser() -> ArgumentParser:
     add(
         "--rank", type=number, help="an integer, or a fraction of the dimension; default: 256, or the most there can be"
     )
+    add("--explore", type=number, help="other rows or columns that Grass moves in each step; default: as many as rank")
+    add("--selection", choices=available_rules(), default="uniform", help="Grass's rule")
     add(
         "--seq",
         dest="seq_len",

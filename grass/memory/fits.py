@@ -39,7 +39,7 @@ def largest_that_fit(method: str, model: Architecture, setting: Setting, gpu: in
     def fits(**changes: Any) -> bool:
         return plan(method, model, replace(setting, **changes)).total <= gpu
 
-    ranks = setting.largest_rank(model) // RANK_STEP
+    ranks = (setting.largest_rank(model) - (setting.explore if isinstance(setting.explore, int) else 0)) // RANK_STEP
     sequences = min(model.window or LARGEST, model.positions or LARGEST) // SEQUENCE_STEP
     return Largest(
         None if method in WITHOUT_RANK else _largest(lambda k: fits(rank=k * RANK_STEP), ranks, RANK_STEP),

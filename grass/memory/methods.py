@@ -17,7 +17,7 @@ class Holdings:
 
     Attributes:
         weights: all of the model's.
-        active_rows: Grass's selected rows and their indices, LoRA's adapters.
+        active_rows: Grass's selected and explored rows and their indices, LoRA's adapters.
         layer_gradients: of one layer.
         end_gradients: of everything outside the blocks, embedding and head.
         moments: optimizer state on the device.
@@ -47,6 +47,12 @@ class Holdings:
 
 
 Method = Callable[[Architecture, Setting], Holdings]
+
+ROUNDING = 45
+"""Bytes per element that stochastic rounding of explored rows takes while it runs: bits and sums are int64."""
+
+QUANTISING = 48
+"""Likewise for writing active rows back as int8 codes."""
 
 
 def adamw(model: Architecture, setting: Setting) -> Holdings:
@@ -113,30 +119,35 @@ def galore(model: Architecture, setting: Setting) -> Holdings:
 
 
 def grass(model: Architecture, setting: Setting) -> Holdings:
-    """``grass.compact(model, rank=..., dim=..., dtype=active_dtype)`` and :class:`grass.GrassAdamW`."""
+    """``grass.compact(model, rank=..., explore=..., dim=..., dtype=active_dtype)`` and :class:`grass.GrassAdamW`.
+
+    Active rows, their gradients and, for ``dim=1``, saved inputs count ``r + q`` rows, moments ``r``.
+    """
     e, active_e, dim, layers = setting.dtype.itemsize, setting.active_dtype.itemsize, setting.dim, model.layers
-    compact = [_rank(linear, setting) * (linear.n if dim == 0 else linear.m) for linear in model.linears]
-    ranks, rows = sum(_rank(linear, setting) for linear in model.linears), sum(compact)
+    every = _active(model, setting)
+    selected, active = sum(r for r, _, _ in every), sum(r + q for r, q, _ in every)
+    with_state, rows = sum(r * width for r, _, width in every), sum((r + q) * width for r, q, width in every)
     dense = layers * model.vectors + model.ends
     per_index = 8 if setting.policy == "reset" else 12  # the index, and a step count of each row's own
-    frozen, whole = traced(model, setting, linears=False), traced(model, setting, linears=True).block
+    moments = layers * (2 * with_state * MOMENTS[setting.moments] + per_index * selected) + 2 * dense * e
     selectable = sum(linear.m if dim == 0 else linear.n for linear in model.linears)
-    across = sum(linear.n if dim == 0 else linear.m for linear in model.linears)
-    plain_adamw = setting.policy == "reset" and setting.moments == "float32" and setting.active_dtype.itemsize >= 4
     bank = layers * (2 * model.layer_matrix * setting.bank_dtype.itemsize + 4 * selectable)
+    frozen, whole = traced(model, setting, linears=False), traced(model, setting, linears=True).block
+    sketch = setting.sketch_size if setting.gathers_sketch else 0
+    rounding = ROUNDING if active_e > e else 8
     return Holdings(
         weights=model.parameters * e,
-        active_rows=layers * (rows * active_e + 8 * ranks),
+        active_rows=layers * (rows * active_e + 8 * active),
         layer_gradients=rows * active_e + model.vectors * e,
         end_gradients=model.ends * e,
-        moments=round(2 * layers * rows * MOMENTS[setting.moments]) + layers * per_index * ranks + 2 * dense * e,
+        moments=round(moments),
         bank=bank if setting.policy == "bank" else 0,
         traced=frozen,
-        layer_saved=frozen.block + setting.tokens * ranks * e if dim == 1 else whole,
-        step_workspace=0 if plain_adamw else 4 * 4 * max(compact),
-        refresh_saved=whole,
-        refresh_layer=setting.sketch_size * (4 * selectable + across * e),
-        refresh_layer_gradients=setting.sketch_size * 4 * selectable,
+        layer_saved=frozen.block + setting.tokens * active * e if dim == 1 else whole,
+        step_workspace=max((12 * r + rounding * q) * width for r, q, width in every),
+        refresh_saved=whole if sketch else 0,
+        refresh_layer=sketch * (4 * selectable + sum(width for _, _, width in every) * e),
+        refresh_layer_gradients=sketch * 4 * selectable,
     )
 
 
@@ -146,7 +157,15 @@ def grass_int8(model: Architecture, setting: Setting) -> Holdings:
     scales = sum(linear.m if setting.dim == 0 else linear.n for linear in model.linears)
     saved = model.layers * (model.layer_matrix * (e - 1) - 4 * scales)
     largest = max(linear.m * linear.n for linear in model.linears)
-    return Holdings(**{**vars(plain), "weights": plain.weights - saved, "layer_workspace": largest * e})
+    written = max((r + q) * width for r, q, width in _active(model, setting))
+    return Holdings(
+        **{
+            **vars(plain),
+            "weights": plain.weights - saved,
+            "layer_workspace": largest * e,
+            "step_workspace": QUANTISING * written,
+        }
+    )
 
 
 METHODS: dict[str, Method] = {
@@ -158,6 +177,12 @@ METHODS: dict[str, Method] = {
     "Grass int8": grass_int8,
 }
 """By the name that a table gives them."""
+
+
+def _active(model: Architecture, setting: Setting) -> list[tuple[int, int, int]]:
+    """Selected rows, explored rows and their length, for each linear layer of a block."""
+    sizes = [(linear.m, linear.n) if setting.dim == 0 else (linear.n, linear.m) for linear in model.linears]
+    return [(setting.rank_of(size), setting.explored_of(size), width) for size, width in sizes]
 
 
 def _rank(linear: Linear, setting: Setting) -> int:

@@ -16,7 +16,7 @@ class Plan:
 
     Attributes:
         weights: of the model.
-        active_rows: Grass's selected rows, LoRA's adapters.
+        active_rows: Grass's selected and explored rows, LoRA's adapters.
         gradients: after backward.
         moments: optimizer state on the device.
         bank: moments in host memory, not part of the peak.
@@ -50,7 +50,8 @@ class Plan:
 def plan(method: str, model: Architecture, setting: Setting) -> Plan:
     """Plan the training of ``model`` by one of :data:`grass.memory.METHODS`.
 
-    The peak is that of a step in which Grass gathers its sketch: every ``update_interval``-th step, and the largest.
+    With a rule that reads norms, the peak is that of a step in which Grass gathers its sketch: every
+    ``update_interval``-th step, and the largest.
 
     Raises:
         ValueError: the method is unknown, or the setting does not suit the model.

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from grass.exploration import resolve_explore
 from grass.hyperparameters import check_value, resolve_rank
 from grass.memory.architecture import Architecture
+from grass.selection import check_rule, needs_norms
 
 MOMENTS = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
 """Bytes per element of Adam's moments of selected rows (:mod:`grass.precision`)."""
@@ -21,6 +23,9 @@ class Setting:
 
     Attributes:
         rank: rows or columns per weight, a number or a fraction; of LoRA and GaLore too.
+        explore: other rows or columns that Grass moves in each step, without moments; ``None``: as many as ``rank``,
+            at most those that are left.
+        selection: Grass's rule. One that reads gradient norms needs steps that gather a sketch.
         dim: Grass selects rows (0) or columns (1).
         policy: Grass's moments at a refresh: ``"reset"``, ``"keep"`` or ``"bank"``.
         moments: precision of Grass's moments of selected rows, one of :data:`MOMENTS`.
@@ -36,6 +41,8 @@ class Setting:
     """
 
     rank: int | float = 256
+    explore: int | float | None = None
+    selection: str = "uniform"
     dim: int = 1
     policy: str = "keep"
     moments: str = "float32"
@@ -51,6 +58,8 @@ class Setting:
 
     def __post_init__(self) -> None:
         check_value("rank", self.rank)
+        check_value("explore", self.explore)
+        check_rule(self.selection, False)
         check_value("state_policy", self.policy)
         if self.rank is None or self.dim not in (0, 1):
             raise ValueError(f"Invalid rank={self.rank} or dim={self.dim!r}: must be a rank, and 0 or 1")
@@ -65,6 +74,12 @@ class Setting:
         largest = self.largest_rank(model)
         if isinstance(self.rank, int) and self.rank > largest:
             raise ValueError(f"Invalid rank={self.rank}: must be at most {largest} for this model and dim={self.dim}")
+        left = largest - self.rank_of(largest)
+        if self.explored_of(largest) > left:
+            raise ValueError(
+                f"Invalid explore={self.explore}: must be a fraction, or at most {left} for this model, "
+                f"rank={self.rank} and dim={self.dim}"
+            )
         if model.window is not None and self.seq_len > model.window:
             raise ValueError(
                 f"Invalid seq_len={self.seq_len}: beyond the sliding window of {model.window} tokens attention takes a "
@@ -101,6 +116,15 @@ class Setting:
     def rank_of(self, size: int) -> int:
         """Rows of a dimension of this size."""
         return resolve_rank(self.rank, size)
+
+    def explored_of(self, size: int) -> int:
+        """Explored rows of a dimension of this size."""
+        return resolve_explore(self.explore, self.rank_of(size), size)
+
+    @property
+    def gathers_sketch(self) -> bool:
+        """Whether the step before a refresh gathers a sketch of the gradient."""
+        return needs_norms(self.selection)
 
     @property
     def tokens(self) -> int:

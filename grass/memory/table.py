@@ -58,11 +58,12 @@ def _fitting(plans: dict[str, Plan], model: Architecture, setting: Setting, gpu:
 
 def _heading(name: str, model: Architecture, setting: Setting, gpu: int | None) -> str:
     loss = f"loss in chunks of {setting.chunk_tokens} tokens" if setting.chunk_tokens else "whole logits"
+    explored = "as many explored as rank" if setting.explore is None else f"{setting.explore} explored"
     parts = [
         f"{name}: {model.parameters / 1e9:,.2f} billion parameters, {model.layers} layers",
         f"rank {setting.rank}, dim {setting.dim}, batch {setting.batch_size}, sequence {setting.seq_len}, {loss}",
-        f"weights {_dtype(setting.dtype)}; active rows {_dtype(setting.active_dtype)}, moments {setting.moments}, "
-        f"policy {setting.policy}",
+        f"Grass: {explored}, selection {setting.selection}, policy {setting.policy}, moments {setting.moments}",
+        f"weights {_dtype(setting.dtype)}, active rows {_dtype(setting.active_dtype)}",
     ]
     return "\n".join(parts + ([f"GPU of {gpu:,} bytes"] if gpu is not None else []))
 

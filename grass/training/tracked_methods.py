@@ -48,8 +48,15 @@ def _lora(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
 
 
 def _grass(model: nn.Module, setting: Setting, interval: int, weights: str | None = None) -> Optimizer:
-    grass.compact(model, rank=setting.rank, dim=setting.dim, dtype=setting.active_dtype, weights=weights)
-    return grass.GrassAdamW(model, state_policy=setting.policy, update_interval=interval)
+    grass.compact(
+        model,
+        rank=setting.rank,
+        explore=setting.explore,
+        dim=setting.dim,
+        dtype=setting.active_dtype,
+        weights=weights,
+    )
+    return grass.GrassAdamW(model, selection=setting.selection, state_policy=setting.policy, update_interval=interval)
 
 
 BUILDERS: dict[str, Callable[[nn.Module, Setting, int], Optimizer]] = {

@@ -47,10 +47,10 @@ class Case:
 
 
 CASES = {
-    "13b_40gb": Case("13b", "40GB", 256),
-    "13b_24gb": Case("13b", "24GB", 256, "int8", "8bit"),
-    "7b_24gb": Case("7b", "24GB", 256),
-    "7b_12gb": Case("7b", "12GB", 128, "int8", "8bit"),
+    "13b_40gb": Case("13b", "40GB", 192),
+    "13b_24gb": Case("13b", "24GB", 160, "int8", "8bit"),
+    "7b_24gb": Case("7b", "24GB", 192),
+    "7b_12gb": Case("7b", "12GB", 96, "int8", "8bit"),
 }
 
 
@@ -94,7 +94,7 @@ def train(case: Case, config: object, setting: Setting, batches: Batches, device
         weights=case.weights,
         moment_dtype=case.moments,
         state_policy=setting.policy,
-        selection="multinomial_norm",
+        selection=setting.selection,
         update_interval=REFRESH_EVERY,
     )
     model = build_llama(

@@ -23,10 +23,11 @@ from grass.training.models import LLAMA_SHAPES, llama_config
 
 CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("Grass", {}, False),
-    ("Grass", {}, True),
+    ("Grass", {"selection": "multinomial_norm"}, True),
+    ("Grass", {"explore": 0}, False),
     ("Grass", {"checkpointing": False, "chunk_tokens": 0}, False),
-    ("Grass int8", {"moments": "8bit", "policy": "keep"}, False),
-    ("Grass int8", {"moments": "8bit", "policy": "keep"}, True),
+    ("Grass int8", {"moments": "8bit"}, False),
+    ("Grass int8", {"moments": "8bit", "selection": "multinomial_norm"}, True),
     ("AdamW", {}, False),
     ("8-bit AdamW", {}, False),
     ("LoRA", {}, False),
@@ -45,6 +46,8 @@ def row(size: str, method: str, setting: Setting, refresh: bool) -> dict[str, ob
         "model": size,
         "method": method,
         "rank": setting.rank,
+        "explore": "as rank" if setting.explore is None else setting.explore,
+        "selection": setting.selection,
         "dim": setting.dim,
         "batch_size": setting.batch_size,
         "seq_len": setting.seq_len,
@@ -69,7 +72,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--csv", type=Path, default=Path("runs/memory.csv"))
     args = parser.parse_args()
-    setting = Setting(rank=args.rank, seq_len=args.seq_len, policy="reset")  # fake tensors have no host memory
+    setting = Setting(rank=args.rank, seq_len=args.seq_len)
     args.csv.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for size in args.models:

@@ -5,9 +5,12 @@
 
 All contestants step the same attention and MLP weights with the same gradients, in turn, ``--repeats`` times; the table
 gives medians. A step that refreshes (new rows, new projection) is timed apart and spread over ``--interval`` steps.
-``uncompiled`` is Grass where there is no C++ compiler. ``moved`` is what one ordinary step has to read and write:
-gradient, weight and both moments of the trained rows in, weight and moments out. ``floor`` is the time that takes at
-the bytes per second that fused AdamW, a pure stream, reaches in the same run.
+Grass runs with its defaults except for what the row names. ``uncompiled`` is Grass where there is no C++ compiler.
+``moved`` is what one ordinary step has to read and write: for rows with state, gradient, weight and both moments in,
+weight and moments out (28 bytes per element); for explored rows of compact mode, gradient and values in, values and
+weight out (16); for dense mode with all rows moving, the gradient twice and the weight in, the weight out (16 per
+element of the weight, and 16 per element with state). ``floor`` is the time that takes at the bytes per second that
+fused AdamW, a pure stream, reaches in the same run.
 """
 
 from __future__ import annotations
@@ -19,17 +22,36 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
 from torch import nn
 
-from grass import PAPER, GrassAdamW, compact
+from grass import GrassAdamW, compact
 from grass.command_line import ArgumentParser
 from grass.memory import state_bytes
 from grass.training.models import LLAMA_SHAPES
 
 NEVER = 1_000_000_000
+Options = dict[str, Any]
+DENSE: dict[str, Options] = {
+    "default": {},
+    "dim=0": {"dim": 0},
+    "explore=0": {"explore": 0},
+    "explore=0 dim=0": {"explore": 0, "dim": 0},
+    "explore=0 dim=0 bank": {"explore": 0, "dim": 0, "state_policy": "bank"},
+    "uncompiled": {"fused": False},
+    "explore=0 uncompiled": {"explore": 0, "fused": False},
+}
+"""What differs from the defaults, by the end of the row's name."""
+COMPACT: dict[str, tuple[Options, Options]] = {
+    "default": ({}, {}),
+    "dim=0": ({"dim": 0}, {}),
+    "explore=0": ({"explore": 0}, {}),
+    "uncompiled": ({}, {"fused": False}),
+}
+"""Likewise: of the conversion, and of the optimizer."""
 
 
 @dataclass
@@ -39,14 +61,14 @@ class Contestant:
     Attributes:
         name: in the table.
         optimizer: with parameters and gradients in place.
-        trained: share of the elements of each weight that its ordinary step updates.
+        moved: bytes that its ordinary step has to read and write, per element of the weights.
         refresh: one step that chooses a new projection, where the method has any.
         model: what the parameters belong to, where the optimizer needs it alive.
     """
 
     name: str
     optimizer: torch.optim.Optimizer
-    trained: float
+    moved: float
     refresh: Callable[[], object] | None = None
     model: nn.Module | None = None
 
@@ -73,43 +95,36 @@ def contestants(shapes: list[tuple[int, int]], fraction: float, only: list[str])
     def wanted(name: str) -> bool:
         return not only or any(name.startswith(o) for o in only)
 
-    yield Contestant("adamw fused", torch.optim.AdamW(params(), fused=True), 1.0)
-    variants = {
-        "grass dim=0": {"dim": 0},
-        "grass dim=0 bank": {"dim": 0, "state_policy": "bank"},
-        "grass dim=auto": {"dim": "auto"},
-        "grass dim=1": {"dim": 1},
-        "grass dim=1 residual": {"dim": 1, "explore": 1.0},
-        "grass dim=0 uncompiled": {"dim": 0, "fused": False},
-        "grass dim=0 bank uncompiled": {"dim": 0, "fused": False, "state_policy": "bank"},
-        "grass dim=1 uncompiled": {"dim": 1, "fused": False},
-    }
-    for name, options in variants.items():
-        if wanted(name):
-            optimizer = GrassAdamW(params(), rank=fraction, **{**PAPER, "update_interval": NEVER, **options})
-            yield Contestant(name, optimizer, fraction, lambda o=optimizer: grass_refresh(o))
-    for name, dim, fused in (("dim=0", 0, None), ("dim=1", 1, None), ("dim=1 uncompiled", 1, False)):
+    yield Contestant("adamw fused", torch.optim.AdamW(params(), fused=True), 28.0)
+    for name, options in DENSE.items():
+        if wanted(name := f"grass dense {name}"):
+            optimizer = GrassAdamW(params(), rank=fraction, update_interval=NEVER, **options)
+            moved = 28 * fraction if options.get("explore") == 0 else 16 + 16 * fraction
+            yield Contestant(name, optimizer, moved, lambda o=optimizer: grass_refresh(o))
+    for name, (conversion, options) in COMPACT.items():
         if wanted(name := f"grass compact {name}"):
             model = nn.ModuleList([nn.Linear(n, m, bias=False) for m, n in shapes])
-            yield Contestant(name, compact_optimizer(model, fraction, dim, fused), fraction, model=model)
+            optimizer = compact_optimizer(model, {"rank": fraction, **conversion}, options)
+            moved = 28 * fraction if conversion.get("explore") == 0 else (28 + 16) * fraction
+            yield Contestant(name, optimizer, moved, model=model)
     rank = int(min(shapes[0]) * fraction)
     if wanted("galore"):
         from galore_torch import GaLoreAdamW
 
         group = {"params": params(), "rank": rank, "update_proj_gap": NEVER, "scale": 0.25, "proj_type": "std"}
-        yield Contestant("galore", peer := GaLoreAdamW([group], no_deprecation_warning=True), 1.0, peer.step)
+        yield Contestant("galore", peer := GaLoreAdamW([group], no_deprecation_warning=True), 28.0, peer.step)
     if wanted("apollo"):
         from apollo_torch import APOLLOAdamW
 
         group = {"params": params(), "rank": rank, "update_proj_gap": NEVER, "scale": 1.0, "proj_type": "std"}
         group |= {"proj": "random", "scale_type": "channel"}
-        yield Contestant("apollo", peer := APOLLOAdamW([group]), 1.0, peer.step)
+        yield Contestant("apollo", peer := APOLLOAdamW([group]), 28.0, peer.step)
 
 
-def compact_optimizer(model: nn.Module, fraction: float, dim: int, fused: bool | None) -> GrassAdamW:
+def compact_optimizer(model: nn.Module, conversion: Options, options: Options) -> GrassAdamW:
     """Grass over converted layers, whose step includes the write-back; their refresh is measured by train_step.py."""
-    compact(model, rank=fraction, dim=dim)
-    optimizer = GrassAdamW(model, fused=fused, **{**PAPER, "update_interval": NEVER})
+    compact(model, targets="all-linear", **conversion)
+    optimizer = GrassAdamW(model, update_interval=NEVER, **options)
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.randn_like(p) * 1e-3
@@ -154,7 +169,7 @@ def table(size: str, racers: list[Contestant], repeats: int, interval: int) -> p
     stream = 28 * elements / ordinary[racers[0].name]
     rows = []
     for r in racers:
-        moved = 28 * elements * r.trained  # float32: 4 values read, 3 written per trained element
+        moved = r.moved * elements
         step, first = ordinary[r.name], refresh[r.name]
         amortised = step if r.refresh is None else (first + (interval - 1) * step) / interval
         rows.append(
@@ -177,7 +192,7 @@ def parse() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--models", nargs="+", default=["60m", "350m"], choices=list(LLAMA_SHAPES))
     parser.add_argument("--only", nargs="*", default=[], help="names of contestants beside AdamW, by their beginning")
-    parser.add_argument("--fraction", type=float, default=1 / 8, help="share of rows trained")
+    parser.add_argument("--fraction", type=float, default=1 / 8, help="share of rows with state")
     parser.add_argument("--interval", type=int, default=200, help="steps between refreshes")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--csv", type=Path, default=Path("runs/optimizer_step.csv"))

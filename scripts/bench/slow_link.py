@@ -175,7 +175,7 @@ def model(args: argparse.Namespace) -> nn.Module:
 
 
 def builders(args: argparse.Namespace) -> dict[str, Build]:
-    options = {"lr": 1e-3, "update_interval": INTERVAL, "state_policy": "keep", "residual": False}
+    options = {"lr": 1e-3, "update_interval": INTERVAL}
 
     def adamw(m: nn.Module) -> Trained:
         return ddp(m), torch.optim.AdamW(m.parameters(), fused=True)
@@ -188,14 +188,15 @@ def builders(args: argparse.Namespace) -> dict[str, Build]:
         return ddp(m), grass.GrassAdamW(m, fused=True, **options)
 
     def dense(m: nn.Module) -> Trained:
-        optimizer = grass.GrassAdamW(grass.param_groups(m, args.rank, dim=0, **options), fused=True)
+        options_dense = {**options, "dim": 0, "explore": args.rank}
+        optimizer = grass.GrassAdamW(grass.param_groups(m, args.rank, **options_dense), fused=True)
         wrapped = ddp(m)
         wrapped.register_comm_hook(ReducedAllreduceState(optimizer, refresh="sketch"), reduced_allreduce_hook)
         return wrapped, optimizer
 
     return {
         **dict(zip(ADAMW, (adamw, adamw_default), strict=True)),
-        "grass compact dim=1": compact,
+        "grass compact": compact,
         "grass dense dim=0, hook": dense,
     }
 
@@ -248,7 +249,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=2, help="per worker")
     parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--rank", type=float, default=1 / 8, help="share of rows or columns trained")
+    parser.add_argument("--rank", type=float, default=1 / 8, help="share with state; as many are explored")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--csv", type=Path, default=Path("runs/slow_link.csv"))
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)

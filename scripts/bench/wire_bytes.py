@@ -6,7 +6,8 @@
 Counted, by torch's profiler: the bytes that a rank hands to its collectives in an ordinary step and in one that
 refreshes. A row of the table weights the two by the interval. ``gradients_mb`` is the most memory that gradients and
 DDP's buckets take in backward: the peak of everything allocated, less parameters and optimizer state, with a batch so
-small (8 tokens) that activations hardly count; without ``gradient_as_bucket_view``, DDP's default, and with.
+small (8 tokens) that activations hardly count; without ``gradient_as_bucket_view``, DDP's default, and with. Grass
+runs with its defaults except for what the row names, but in dense mode it explores as many columns as have state.
 """
 
 from __future__ import annotations
@@ -140,9 +141,12 @@ def galore(m: nn.Module, rank: float, view: bool) -> tuple[DistributedDataParall
     return DistributedDataParallel(m, gradient_as_bucket_view=view), optimizer
 
 
-def dense(refresh: str) -> Build:
+def dense(explore: int | None, selection: str = "uniform", refresh: str = "full") -> Build:
+    """The hook: as many columns explored as selected, or none."""
+
     def build(m: nn.Module, rank: float, view: bool) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-        optimizer = grass.GrassAdamW(grass.param_groups(m, rank), **{**grass.PAPER, "update_interval": CYCLE})
+        options = {"explore": rank if explore is None else explore, "selection": selection, "update_interval": CYCLE}
+        optimizer = grass.GrassAdamW(grass.param_groups(m, rank, **options))
         ddp = DistributedDataParallel(m, gradient_as_bucket_view=view)
         ddp.register_comm_hook(ReducedAllreduceState(optimizer, refresh=refresh), reduced_allreduce_hook)
         return ddp, optimizer
@@ -150,18 +154,27 @@ def dense(refresh: str) -> Build:
     return build
 
 
-def compact(m: nn.Module, rank: float, view: bool) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-    grass.compact(m, rank=rank)
-    optimizer = grass.GrassAdamW(m, **{**grass.PAPER, "update_interval": CYCLE})
-    return DistributedDataParallel(m, gradient_as_bucket_view=view), optimizer
+def compact(explore: int | None, **options: object) -> Build:
+    """As many columns explored as selected, or none."""
+
+    def build(m: nn.Module, rank: float, view: bool) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+        grass.compact(m, rank=rank, explore=explore)
+        optimizer = grass.GrassAdamW(m, update_interval=CYCLE, **options)
+        return DistributedDataParallel(m, gradient_as_bucket_view=view), optimizer
+
+    return build
 
 
 BUILDERS: dict[str, Build] = {
     "adamw": adamw,
     "galore": galore,
-    "grass dense, full refresh": dense("full"),
-    "grass dense, sketched refresh": dense("sketch"),
-    "grass compact": compact,
+    "grass compact": compact(None),
+    "grass compact, nothing explored": compact(0),
+    "grass compact, top_r": compact(None, selection="top_r"),
+    "grass dense, hook": dense(None),
+    "grass dense, hook, nothing explored": dense(0),
+    "grass dense, hook, top_r, full refresh": dense(None, "top_r"),
+    "grass dense, hook, top_r, sketched refresh": dense(None, "top_r", "sketch"),
 }
 
 

@@ -17,6 +17,9 @@ CASES = [
     pytest.param("Grass", llama("60m", 3), {"rank": 64, "dim": 0, "policy": "keep"}, id="60m-dim0-keep"),
     pytest.param("Grass", llama("60m", 3), {"rank": 0.25, "active_dtype": torch.bfloat16}, id="60m-bf16-rows"),
     pytest.param("Grass", llama("60m", 3), {"rank": 64, "dtype": torch.float32, "batch_size": 3}, id="60m-fp32"),
+    pytest.param("Grass", llama("60m", 3), {"rank": 64, "explore": 0}, id="60m-nothing-explored"),
+    pytest.param("Grass", llama("60m", 3), {"rank": 1 / 8, "explore": 3 / 8, **WHOLE}, id="60m-more-explored"),
+    pytest.param("Grass", llama("60m", 3), {"rank": 64, "explore": 1.0, "dim": 0}, id="60m-dim0-all-explored"),
     pytest.param("AdamW", llama("60m"), {**WHOLE, "chunk_tokens": 1000}, id="60m-adamw"),
     pytest.param("Grass", llama("350m", 3), {"checkpointing": False}, id="350m-wide"),
     pytest.param("Grass", llama("1b", 3), {}, id="1b-wide"),
@@ -80,6 +83,25 @@ REFRESHES = [
 
 @pytest.mark.parametrize(("config", "options"), REFRESHES)
 def test_plan_covers_steps_that_gather_a_sketch(config, options):
-    setting, model = tracked(options), Architecture.from_config(config)
+    setting, model = tracked({"selection": "multinomial_norm", **options}), Architecture.from_config(config)
     measured = track("Grass", copy.deepcopy(config), setting, refresh=True)
     assert measured.peak == pytest.approx(plan("Grass", model, setting).peak, rel=0.05)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_uniform_refresh_needs_no_sketch(dim):
+    """The step before a refresh holds what any other step holds."""
+    setting = tracked({"rank": 64, "dim": dim})
+    ordinary, refreshing = (track("Grass", llama("60m", 3), setting, refresh=refresh) for refresh in (False, True))
+    assert refreshing.activations == ordinary.activations
+    assert refreshing.peak <= ordinary.peak
+
+
+def test_what_a_sketch_adds_is_planned():
+    model = Architecture.from_config(llama("60m", 3))
+    by_norm, uniform = (
+        plan("Grass", model, tracked({"rank": 64, **WHOLE, "selection": rule})) for rule in ("top_r", "uniform")
+    )
+    assert by_norm.activations > 1.1 * uniform.activations
+    assert by_norm.peak_at.endswith("of a refresh step")
+    assert not uniform.peak_at.endswith("of a refresh step")

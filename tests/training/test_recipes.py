@@ -36,6 +36,8 @@ def planned(args):
     config = llama_config(args.model, vocab_size=T5_VOCABULARY, max_seq_len=args.seq_len)
     setting = Setting(
         rank=args.rank,
+        explore=args.explore,
+        selection=args.selection,
         dim=args.dim,
         policy=args.state_policy,
         moments=args.moment_dtype,
