@@ -67,7 +67,7 @@ def test_through_torch_save(policy: str, replacement: bool, dtype: torch.dtype, 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_more_rows_than_half_precision_can_count(policy: str, dtype: torch.dtype) -> None:
     """In bf16 row 70,001 is 70,144, and step 257 is 256: a state cast to the weight's dtype would train another row."""
-    rows, options = 70_005, dict(lr=1e-2, rank=2, dim=0, update_interval=4, state_policy=policy)
+    rows, options = 70_005, dict(lr=1e-2, rank=2, dim=0, selection="top_r", update_interval=4, state_policy=policy)
     gradients = []
     for step in range(12):
         gradient = torch.zeros(rows, 2)

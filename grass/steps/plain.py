@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from grass import kernels
 from grass.functional import is_dense
 from grass.hyperparameters import as_matrix
+from grass.kernels import compact_adamw_
 from grass.shards import local
 from grass.steps.group import GroupStep, Member, is_half
 
@@ -43,7 +43,7 @@ def step_rounded(step: GroupStep, member: Member) -> None:
     weight, *rest = (as_matrix(t) if t.ndim > 1 else t.reshape(1, -1) for t in parts)
     every = torch.arange(weight.shape[0], device=weight.device)
     numbers = {"step_size": step.lr, "shrink": 1 - step.lr * step.group["weight_decay"]}
-    kernels.compact_adamw_(weight, every, *rest, age, **numbers, **step.adam, key=key, moment_key=key)
+    compact_adamw_(weight, every, *rest, age, **numbers, **step.adam, key=key, moment_key=key)
     for part, stepped in ((parts[0], weight), (parts[2], rest[1]), (parts[3], rest[2])):
         if part.data_ptr() != stepped.data_ptr():  # a copy: channels_last
             part.copy_(stepped.view(part.shape))

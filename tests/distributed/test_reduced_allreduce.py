@@ -187,5 +187,5 @@ def test_state_is_checked() -> None:
     _, optimizer = dense()
     with pytest.raises(ValueError, match=r"refresh='half'.*'full' or 'sketch'"):
         ReducedAllreduceState(optimizer, refresh="half")
-    with pytest.raises(ValueError, match="needs explore below 1.0"):
+    with pytest.raises(ValueError, match=r"needs explore below 1\.0"):
         ReducedAllreduceState(dense(explore=1.0)[1])

@@ -140,7 +140,7 @@ def test_conversion(tiny_llama: Build) -> None:
     model = tiny_llama().to(torch.bfloat16)
     optimizer = GrassFactory()(model, rank=4, dim=0, dtype=torch.float32, seed=3)
     layer = model.model.layers[0].mlp.up_proj
-    assert (layer.dim, layer.active.dtype, layer.active.shape) == (0, torch.float32, (4, 32))
+    assert (layer.dim, layer.active.dtype, layer.active.shape) == (0, torch.float32, (8, 32))
     expected = tiny_llama()
     grass.compact(expected, rank=4, explore=0, dim=0, seed=3)
     assert torch.equal(layer.selected, expected.model.layers[0].mlp.up_proj.selected)

@@ -26,9 +26,10 @@ def directory(tmp_path, grid_file):
         ("adamw", "lr=0.1", 0.010),
         ("grass", "lr=0.1 update_interval=3", 0.011),
         ("grass", "lr=0.1 compact=True update_interval=10", 0.0066),
-        ("grass", "lr=0.1", 0.00836),  # the default interval of 25
+        ("grass", "lr=0.1 update_interval=25", 0.00836),
+        ("grass", "lr=0.1", 0.008045),  # the default interval of 200
         ("grass", "lr=0.1 rank=1.0 update_interval=1000 explore=0", 0.01),  # AdamW, its body at another rate
-        ("grass", "lr=0.1 explore=0", 0.0072),
+        ("grass", "lr=0.1 update_interval=25 explore=0", 0.0072),
     ],
 )
 def test_step_time_has_its_share_of_a_refresh(method, settings, seconds):
