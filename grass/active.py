@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grass.exploration import draw_explored, reach
+from grass.exploration import draw_explored
 from grass.layers import LAYERS, CompactLayer
 from grass.moments import State, shared_steps
 from grass.ranks import Ranks
@@ -96,16 +96,10 @@ def choose_rows(
 
 def explored_rows(layer: CompactLayer, state: State, group: dict[str, Any], index: int) -> Tensor | None:
     """The rows that a layer explores in the coming step; ``None`` for those that its conversion drew."""
-    count = layer.chosen.numel() - layer.rank
-    if not count or not state["step"]:
+    if not layer.reach or not state["step"]:
         return None
-    return draw_explored(state["indices"], layer.shape[layer.dim], count, group["seed"], index, state["step"])
-
-
-def reach_of(layer: CompactLayer) -> float:
-    """How much farther explored rows move than selected ones; 0 without explored rows."""
     count = layer.chosen.numel() - layer.rank
-    return reach(layer.shape[layer.dim], layer.rank, count) if count else 0.0
+    return draw_explored(state["indices"], layer.shape[layer.dim], count, group["seed"], index, state["step"])
 
 
 def prepare(layer: CompactLayer, state: State, group: dict[str, Any], index: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from grass.active import adopt, arm, choose_rows, layers_of, norms_for, prepare, reach_of, resume
+from grass.active import adopt, arm, choose_rows, layers_of, norms_for, prepare, resume
 from grass.hyperparameters import validate
 from grass.layers import CompactLayer
 from grass.moments import State, source_rows
@@ -141,7 +141,7 @@ class Attachment:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for name, layer in self.layers.items():
             layer.sync()
-            if reach_of(layer):
+            if layer.reach:
                 self._before[name] = layer.rows().clone()
 
     @torch.no_grad()
@@ -168,7 +168,7 @@ class Attachment:
         update = layer.selected_part(before) - layer.selected_part(rows)
         like = layer.explored_part(layer.active.grad)
         unit, lengths = explored_directions(update, layer.selected_part(grad), local(like), layer.dim, like)
-        moved = unit * lengths.unsqueeze(1 - layer.dim) * reach_of(layer)
+        moved = unit * lengths.unsqueeze(1 - layer.dim) * layer.reach
         layer.explored_part(rows).copy_(layer.explored_part(before) - moved)
         for value in rows_state.values():
             if isinstance(value, Tensor) and value.shape == layer.active.shape:

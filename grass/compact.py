@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from grass.active import gathered_norms
-from grass.exploration import draw_explored, resolve_explore
+from grass.exploration import draw_explored, reach, resolve_explore
 from grass.groups import Targets, matched_modules, report_coverage
 from grass.hyperparameters import check_value, resolve_rank
 from grass.int8 import Int8Linear
@@ -219,6 +219,7 @@ def _convert(
     layer.__class__ = _compact_class(layer, weights)
     matrix = layer.matrix().transpose(0, dim).contiguous().transpose(0, dim)
     layer.label, layer.rank, layer.dim, layer.first_draw = name, rank, dim, first_draw
+    layer.reach = reach(matrix.shape[dim], rank, explored) if explored else 0.0
     layer.sketch, layer.signs = None, None
     layer.register_buffer(
         "chosen", torch.empty(rank + explored, dtype=torch.int64, device=matrix.device), persistent=False
@@ -231,7 +232,7 @@ def _convert(
     LAYERS.add(layer)
 
 
-CONVERSION_ATTRIBUTES = ("norms", "selections", "first_draw", "label", "rank", "owner", "_synced", "_sharded")
+CONVERSION_ATTRIBUTES = ("norms", "selections", "first_draw", "label", "rank", "reach", "owner", "_synced", "_sharded")
 """What a conversion or training leaves in a layer's ``__dict__``, beside parameters and buffers."""
 
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()

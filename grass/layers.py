@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from grass.exploration import reach
 from grass.matmul import inner_product, picked_product, sketch_product
 from grass.moments import source_rows
 from grass.precision import shrink_
@@ -74,11 +73,12 @@ class _CompactLinearFunction(torch.autograd.Function):
         active: Tensor,
         chosen: Tensor,
         dim: int,
-        correction: tuple[int, float] | None,
+        rank: int,
+        reach: float,
         sketch: Tensor | None,
         signs: Tensor | None,
     ) -> Tensor:
-        ctx.dim, ctx.active_dtype, ctx.correction = dim, active.dtype, correction
+        ctx.dim, ctx.active_dtype, ctx.rank, ctx.reach = dim, active.dtype, rank, reach
         narrow = dim == 1 and sketch is None
         saved = select_columns(x, chosen) if narrow else x
         ctx.narrow, ctx.sketching = narrow, sketch is not None
@@ -97,14 +97,13 @@ class _CompactLinearFunction(torch.autograd.Function):
         else:
             rows = inner_product(x, g) if ctx.narrow else picked_product(x, chosen, g)
         rows = rows.to(ctx.active_dtype)
-        if ctx.correction is not None:
-            rank, factor = ctx.correction
-            rows[rank:].mul_(factor)
+        if ctx.reach:
+            rows[ctx.rank :].mul_(ctx.reach)
         grad_sketch = None
         if ctx.sketching:
             grad_sketch = sketch_product(g, x, signs) if ctx.dim == 0 else sketch_product(x, g, signs)
         grad_active = rows if ctx.dim == 0 else rows.t()  # the layout of active
-        return grad_x, None, None, grad_bias, grad_active, None, None, None, grad_sketch, None
+        return grad_x, None, None, grad_bias, grad_active, None, None, None, None, grad_sketch, None
 
 
 def _values(weight: Tensor, scale: Tensor | None, dim: int, dtype: torch.dtype) -> Tensor:
@@ -120,6 +119,7 @@ class CompactLayer(nn.Module):
         active: values of the selected and the explored rows, in this order; trainable, possibly in higher precision.
         chosen: int64 ``(r + q,)``, their indices, both parts ascending. A buffer that ``state_dict`` leaves out.
         rank: ``r``, the number of selected rows.
+        reach: ``sqrt((n - r) / q)`` (:func:`grass.exploration.reach`), 0 if no rows are explored.
         dim: 0 for rows (output features), 1 for columns (input features).
         first_draw: seed and place that the first rows are drawn with.
         norms: gradient norms that the rows were selected by, if any were computed.
@@ -132,6 +132,7 @@ class CompactLayer(nn.Module):
     active: nn.Parameter
     chosen: Tensor
     rank: int
+    reach: float
     dim: int
     first_draw: tuple[int, int]
     sketch: Tensor | None
@@ -159,12 +160,6 @@ class CompactLayer(nn.Module):
     def explored(self) -> Tensor:
         """int64 ``(q,)``: the rows that move without state in this step; a view."""
         return self.chosen[self.rank :]
-
-    @property
-    def correction(self) -> tuple[int, float] | None:
-        """Rows from which gradients are multiplied, and by what; ``None`` if no rows are explored."""
-        count = self.chosen.numel() - self.rank
-        return (self.rank, reach(self.shape[self.dim], self.rank, count)) if count else None
 
     def matrix(self) -> Tensor:
         """The weight as an ``(m, n)`` view, output features first, detached; of a sharded one this rank's part."""
@@ -232,7 +227,7 @@ class CompactLayer(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if scale is None else weight
-        rows = self.active, self.chosen, self.dim, self.correction
+        rows = self.active, self.chosen, self.dim, self.rank, self.reach
         y: Tensor = _CompactLinearFunction.apply(x, weight, scale, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
         return y
 
@@ -267,8 +262,7 @@ class CompactLayer(nn.Module):
 
     def mark_synced(self) -> None:
         """Note that weight and active rows agree."""
-        self._sharded = is_sharded(self.weight)
-        self._synced = self._stamps()
+        self.__dict__.update(_sharded=is_sharded(self._parameters["weight"]), _synced=self._stamps())
 
     def _stamps(self) -> tuple[Stamp, Stamp] | None:
         """Of ``active`` and weight; ``None`` for tensors that have no memory of their own here (sharded, fake)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grass.active import adopt, choose_rows, norms_for, prepare, reach_of
+from grass.active import adopt, choose_rows, norms_for, prepare
 from grass.bank_exchange import BankExchange
 from grass.layers import CompactLayer
 from grass.precision import shrink_
@@ -52,8 +52,8 @@ def _rows(member: Member, layer: CompactLayer) -> Rows:
     weight = layer.matrix() if layer.scale() is None else None  # codes: the layer writes the rows back itself
     own, values = local(grad), local(p.detach())
     explored = None
-    if reach := reach_of(layer):
-        explored = Explored(layer.explored_part(grad), reach, layer.explored, layer.explored_part(values))
+    if layer.reach:
+        explored = Explored(layer.explored_part(grad), layer.reach, layer.explored, layer.explored_part(values))
     selected = layer.selected_part(own), layer.selected_part(values)
     return Rows(weight, layer.selected, None, layer.dim, *selected, state, index, explored)
 
