@@ -1,9 +1,9 @@
-"""The loss table of the README, made from the study's results.
+"""The loss table of README and docs/quality.md, made from the study's results.
 
     python scripts/study/loss_table.py           # prints it
-    python scripts/study/loss_table.py --write   # puts it into README.md
+    python scripts/study/loss_table.py --write   # puts it into the pages
 
-A test fails if the README has other figures than ``benchmarks/quality/cells.csv``.
+A test fails if a page has other figures than ``benchmarks/quality/cells.csv``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-README, CELLS = ROOT / "README.md", ROOT / "benchmarks" / "quality" / "cells.csv"
+PAGES = ROOT / "README.md", ROOT / "docs" / "quality.md"
+CELLS = ROOT / "benchmarks" / "quality" / "cells.csv"
 BEGIN, END = "<!-- made by scripts/study/loss_table.py -->\n", "<!-- end -->\n"
 HORIZONS = {"540": "540 steps", "2150": "2,150 steps"}
 
@@ -87,11 +88,12 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    parser.add_argument("--write", action="store_true", help="put the table into the pages")
     if parser.parse_args().write:
-        text = README.read_text()
-        before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-        README.write_text(f"{before}\n{table()}\n{after}")
+        for page in PAGES:
+            text = page.read_text()
+            before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+            page.write_text(f"{before}\n{table()}\n{after}")
     else:
         print(table())
 

@@ -1,4 +1,4 @@
-"""The README's loss table has the figures of the CSV."""
+"""The loss tables have the figures of the CSV."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def loss_table():
     return module
 
 
-def test_readme_has_the_figures_of_the_csv() -> None:
+def test_pages_have_the_figures_of_the_csv() -> None:
     module = loss_table()
-    text = module.README.read_text()
-    shown = text[text.index(module.BEGIN) + len(module.BEGIN) : text.index(module.END)]
-    assert shown.strip() == module.table().strip()
+    for page in module.PAGES:
+        text = page.read_text()
+        shown = text[text.index(module.BEGIN) + len(module.BEGIN) : text.index(module.END)]
+        assert shown.strip() == module.table().strip(), page.name
 
 
 def test_means_and_shares() -> None:
