@@ -100,7 +100,12 @@ class Attachment:
         }
         if not self.layers:
             raise ValueError(
-                f"{type(optimizer).__name__} holds no active rows of the model; call grass.compact() first"
+                f"{type(optimizer).__name__} holds no active rows of the model: call grass.compact() before building it"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS) and any(layer.dim == 1 for layer in self.layers.values()):
+            raise ValueError(
+                "LBFGS flattens gradients by view(), which those of columns do not allow: convert with dim=0, and with "
+                "explore=0, because LBFGS moves all rows that it holds"
             )
         if len(layers_of(p for g in optimizer.param_groups for p in g["params"])) != len(self.layers):
             raise ValueError(f"{type(optimizer).__name__} holds active rows of layers outside of the model too")

@@ -232,7 +232,18 @@ def _convert(
     LAYERS.add(layer)
 
 
-CONVERSION_ATTRIBUTES = ("norms", "selections", "first_draw", "label", "rank", "reach", "owner", "_synced", "_sharded")
+CONVERSION_ATTRIBUTES = (
+    "norms",
+    "selections",
+    "first_draw",
+    "label",
+    "rank",
+    "reach",
+    "owner",
+    "_synced",
+    "_sharded",
+    "_probes",
+)
 """What a conversion or training leaves in a layer's ``__dict__``, beside parameters and buffers."""
 
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()

@@ -70,6 +70,14 @@ class Int8Weight(CompactLayer):
         steps = self.weight_scale[self.chosen].unsqueeze(1 - self.dim)
         return bool(((self.gather(self.active_projector()) - self.active).abs() <= steps).all())
 
+    def _changed_unseen(self) -> bool:
+        """Codes do not hold the exact values, so all rows are compared."""
+        if self._probes == 0:
+            return False
+        if self._probes > 0:
+            self._probes -= 1
+        return not self.holds_active()
+
     def decay_(self, factor: float, key: int | None = None) -> None:
         """``W <- factor W``, exactly: in the scales."""
         self.weight_scale.mul_(factor)

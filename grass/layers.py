@@ -25,6 +25,7 @@ adds up over micro-batches as gradients do, under checkpointing and ``torch.comp
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,11 @@ from grass.projector import Projector, select_columns
 from grass.selection import draw_generator
 from grass.shards import is_sharded, local
 from grass.weight_codes import decode_weight
+
+logger = logging.getLogger("grass")
+
+PROBES, ALWAYS = 8, -1
+"""Forwards that look for changes through ``.data``."""
 
 Stamp = tuple[int, int, int]
 """A tensor's identity, version and address: they differ after any change that PyTorch can see."""
@@ -145,6 +151,7 @@ class CompactLayer(nn.Module):
     stores_transposed = False
     _synced: tuple[Stamp, Stamp] | None = None  # active's and weight's, when they were known to agree
     _sharded = False
+    _probes = PROBES
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copies and unpickled layers register themselves, so that a copied optimizer finds them."""
@@ -213,9 +220,9 @@ class CompactLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x (..., n) -> (..., m)``; without gradients it is the plain layer's own forward."""
-        self.sync()
         if isinstance(x, torch.fx.Proxy):  # type: ignore[unreachable]
             raise TypeError("torch.fx cannot trace converted layers: call grass.expand(model) first")
+        self.sync()
         scale = self.scale()
         if scale is None and not torch.is_grad_enabled():
             plain: Tensor = super().forward(x)
@@ -251,14 +258,32 @@ class CompactLayer(nn.Module):
         if torch.compiler.is_compiling() or self._sharded:
             return
         now = self._stamps()
-        if now is None or (now == self._synced and not compare):
+        if now is None or (now == self._synced and not compare and not self._changed_unseen()):
             return
         if not self.holds_active():
+            if now == self._synced:
+                self._probes = ALWAYS
+                logger.warning(
+                    "Grass: %s was changed through .data; its active rows are copied to the weight", self.label
+                )
             if self._synced is not None and self._synced[1] != now[1]:
                 self.reload()
             else:
                 self.write_back()
         self._synced = self._stamps()
+
+    def _changed_unseen(self) -> bool:
+        """Whether the first active row differs from the weight's, as after ``p.data -= p.grad``.
+
+        Versions do not show such changes. The first forwards look for them, and all later ones if one was found.
+        """
+        if self._probes == 0:
+            return False
+        if self._probes > 0:
+            self._probes -= 1
+        first = Projector(self.chosen[:1], None, self.dim)
+        row = self.gather(first)
+        return not torch.equal(self.rows().narrow(self.dim, 0, 1).to(row.dtype), row)
 
     def mark_synced(self) -> None:
         """Note that weight and active rows agree."""

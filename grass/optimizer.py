@@ -417,8 +417,8 @@ class GrassAdamW(Optimizer):
         if len(found) < len(self._selecting):
             if any(self._selecting.get(id(p)) and id(p) not in layers for p, _ in self._grouped()):
                 raise RuntimeError(
-                    "grass.expand() has made the layers plain that this optimizer was built for: build a new one for "
-                    "the weights as they are now"
+                    "grass.expand(), or a move from the meta device, has replaced the active rows that this optimizer "
+                    "was built for: build a new one for the parameters as they are now"
                 )
             raise RuntimeError(
                 f"Of {len(self._selecting)} parameters that rows are selected of, {len(found)} are left: a wrapper has "

@@ -35,8 +35,9 @@ def assert_forward_uses_active(model: nn.Module, dtype: torch.dtype = torch.floa
     torch.testing.assert_close(y, plain_copy(model)(x))
 
 
+@pytest.mark.parametrize("write", ["no_grad", "data"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_sgd_by_hand(precision: dict) -> None:
+def test_sgd_by_hand(precision: dict, write: str) -> None:
     model = network(**precision)
     data = batches(30, dtype=precision["dtype"])
     losses = []
@@ -44,9 +45,11 @@ def test_sgd_by_hand(precision: dict) -> None:
         loss = loss_of(model, batch)
         model.zero_grad()
         loss.backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                if p.grad is not None:
+        for p in model.parameters():
+            if p.grad is not None and write == "data":
+                p.data -= 0.05 * p.grad
+            elif p.grad is not None:
+                with torch.no_grad():
                     p -= 0.05 * p.grad
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
@@ -68,6 +71,13 @@ def test_sgd_by_hand_equals_a_plain_models_on_the_same_columns() -> None:
                 layer.active -= 0.1 * layer.active.grad
     x = BATCH[0]
     torch.testing.assert_close(model(x), plain(x))
+
+
+def test_lbfgs_with_columns_is_refused() -> None:
+    model = network()
+    optimizer = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad])
+    with pytest.raises(ValueError, match="convert with dim=0"):
+        grass.attach(optimizer, model)
 
 
 def test_lbfgs() -> None:
