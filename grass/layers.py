@@ -222,7 +222,7 @@ class CompactLayer(nn.Module):
         """``x (..., n) -> (..., m)``; without gradients it is the plain layer's own forward."""
         if isinstance(x, torch.fx.Proxy):  # type: ignore[unreachable]
             raise TypeError("torch.fx cannot trace converted layers: call grass.expand(model) first")
-        self.sync()
+        self.sync(probe=torch.is_grad_enabled())
         scale = self.scale()
         if scale is None and not torch.is_grad_enabled():
             plain: Tensor = super().forward(x)
@@ -246,7 +246,7 @@ class CompactLayer(nn.Module):
         return self
 
     @torch.no_grad()
-    def sync(self, *, compare: bool = False) -> None:
+    def sync(self, *, compare: bool = False, probe: bool = False) -> None:
         """Make weight and active rows agree after one of them was changed from outside.
 
         A changed ``active`` is copied into the weight. A changed weight is copied into ``active``; it also wins where
@@ -254,11 +254,12 @@ class CompactLayer(nn.Module):
 
         Args:
             compare: compare values even if tensor versions show no change.
+            probe: compare the first active row in the first few calls.
         """
         if torch.compiler.is_compiling() or self._sharded:
             return
         now = self._stamps()
-        if now is None or (now == self._synced and not compare and not self._changed_unseen()):
+        if now is None or (now == self._synced and not compare and not (probe and self._changed_unseen())):
             return
         if not self.holds_active():
             if now == self._synced:
@@ -287,7 +288,7 @@ class CompactLayer(nn.Module):
 
     def mark_synced(self) -> None:
         """Note that weight and active rows agree."""
-        self.__dict__.update(_sharded=is_sharded(self._parameters["weight"]), _synced=self._stamps())
+        self.__dict__.update(_sharded=is_sharded(self.weight), _synced=self._stamps())
 
     def _stamps(self) -> tuple[Stamp, Stamp] | None:
         """Of ``active`` and weight; ``None`` for tensors that have no memory of their own here (sharded, fake)."""
