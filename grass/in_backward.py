@@ -95,7 +95,7 @@ class InBackward:
         """
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.in_backward is self:
-            if optimizer.going_on is not None:
+            if optimizer._going_on is not None:
                 raise RuntimeError("A step has begun in backward: call optimizer.step() before remove()")
             optimizer.in_backward = None
             del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
@@ -146,13 +146,13 @@ class InBackward:
 
     def _begin(self, optimizer: GrassAdamW) -> WholeStep:
         """The step that is going on; its first gradient begins it."""
-        if optimizer.going_on is None:
+        if optimizer._going_on is None:
             _check_supported(optimizer)
-            optimizer.going_on = optimizer.begin_step()
+            optimizer._going_on = optimizer.begin_step()
             self._norms = []
             every = [(p, group) for group in optimizer.param_groups for p in group["params"]]
             self._places = {p: (group, position) for position, (p, group) in enumerate(every)}
-        return optimizer.going_on
+        return optimizer._going_on
 
     def _watch(self, optimizer: GrassAdamW) -> None:
         """Register the hook on parameters that train and lack it, as groups may be added and weights thawed."""

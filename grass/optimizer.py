@@ -125,7 +125,7 @@ class GrassAdamW(Optimizer):
     writes_back_active_rows = True
     process_group: ProcessGroup | None = None
     in_backward: InBackward | None = None
-    going_on: WholeStep | None = None
+    _going_on: WholeStep | None = None
     _named_by_model = False
 
     def __init__(
@@ -192,7 +192,7 @@ class GrassAdamW(Optimizer):
         self.__dict__.setdefault("_background", Background())
         self.__dict__.setdefault("given_norms", {})
         self._verified, self._selecting, self._held, self._health = False, None, None, Health()
-        self.going_on = None
+        self._going_on = None
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -253,7 +253,7 @@ class GrassAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
-        whole, self.going_on = self.begin_step(), None
+        whole, self._going_on = self.begin_step(), None
         for layer in whole.layers.values():
             Owner.check(layer, self)
             layer.sync()
@@ -267,8 +267,8 @@ class GrassAdamW(Optimizer):
 
     def begin_step(self) -> WholeStep:
         """The step that has begun in backward; otherwise a new one, after all checks that need no gradient."""
-        if self.going_on is not None:
-            return self.going_on
+        if self._going_on is not None:
+            return self._going_on
         self._background.finish()
         layers = self.layers()
         self._check_settings(layers)

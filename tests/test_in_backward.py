@@ -415,7 +415,7 @@ def test_grad_scaler_is_refused() -> None:
             scaler.unscale_(optimizer)
         with pytest.raises(RuntimeError, match="GradScaler cannot be used"):
             scaler.step(optimizer)
-        scaler, optimizer.going_on = torch.amp.GradScaler("cpu"), None
+        scaler, optimizer._going_on = torch.amp.GradScaler("cpu"), None
         del optimizer.found_inf, optimizer.grad_scale
 
 

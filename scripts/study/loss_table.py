@@ -8,10 +8,11 @@ A test fails if a page has other figures than ``benchmarks/quality/cells.csv``.
 
 from __future__ import annotations
 
-import argparse
 import csv
 from pathlib import Path
 from typing import NamedTuple
+
+from grass.command_line import ArgumentParser
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "README.md", ROOT / "docs" / "quality.md"
@@ -87,7 +88,7 @@ def table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("--write", action="store_true", help="put the table into the pages")
     if parser.parse_args().write:
         for page in PAGES:

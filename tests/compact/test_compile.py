@@ -95,5 +95,6 @@ def test_fused_step(active: torch.dtype | None) -> None:
         train(model, optimizer, batches(9, dtype=torch.bfloat16))
         states.append(model.state_dict())
     for name, value in states[0].items():
-        # One rounding to bf16 may fall to the other side.
-        assert relative_difference(states[1][name], value) < 2**-8 or not value.any(), name
+        # Some roundings to bf16 fall to the other side: biases and norms take torch's unfused AdamW with fused=False,
+        # which rounds between its operations.
+        assert relative_difference(states[1][name], value) < 2**-6 or not value.any(), name

@@ -190,5 +190,5 @@ def test_demo_smoke(tmp_path):
     assert [row[0] for row in rows] == ["AdamW", "Grass", "Grass compact"]
     state, gradients = ([int(row[column].replace(",", "")) for row in rows] for column in (3, 5))
     assert max(state[1:]) < 0.5 * state[0]
-    assert gradients[0] == gradients[1] > 2 * gradients[2]
+    assert gradients[0] == gradients[1] > 1.8 * gradients[2]  # half of the columns, and embeddings and head
     assert (tmp_path / "demo" / "loss.png").read_bytes().startswith(b"\x89PNG")
