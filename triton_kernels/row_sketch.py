@@ -41,6 +41,7 @@ def random_signs(length: int, size: int, key: int, device: torch.device | str = 
 def _twin(kept: Tensor, mixed: Tensor, signs: Tensor | None, size: int, key: int) -> Tensor:
     if signs is None:
         signs = random_signs(mixed.shape[1], size, key, mixed.device)
+    kept, mixed = kept.contiguous(), mixed.contiguous()  # torch multiplies strided bfloat16 wrongly on some CPUs
     wide = torch.promote_types(kept.dtype, torch.float32) if kept.dtype == torch.float16 else kept.dtype
     return (kept.to(wide).t() @ (mixed.to(wide) @ signs.to(wide))).float()
 
@@ -48,6 +49,7 @@ def _twin(kept: Tensor, mixed: Tensor, signs: Tensor | None, size: int, key: int
 def _launch(kept: Tensor, mixed: Tensor, signs: Tensor | None, size: int, key: int) -> Tensor:
     t, n = mixed.shape
     wide = mixed.dtype == torch.float16  # norms leave its range before their elements do
+    kept, mixed = kept.contiguous(), mixed.contiguous()
     projected = torch.empty(t, size, dtype=torch.float32 if wide else mixed.dtype, device=mixed.device)
     block_s = max(16, power_of_two(size))
     block_t, block_n = (32, 32) if mixed.dtype == torch.float32 or wide else (64, 64)  # registers
