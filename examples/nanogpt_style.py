@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import grass
-from grass.training.corpus import split_by_file, standard_library
+from grass.training.data.corpus import split_by_file, standard_library
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--iters", type=int, default=300)

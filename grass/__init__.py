@@ -7,15 +7,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from grass import diagnostics, memory
-from grass.attach import Attachment, attach
-from grass.compact import calibrate, compact, expand
+from grass.compact_mode.attach import Attachment, attach
+from grass.compact_mode.conversion import calibrate, compact, expand
 from grass.functional import compact_adamw
-from grass.groups import matched_modules, param_groups
-from grass.hyperparameters import PAPER
+from grass.groups import param_groups
 from grass.in_backward import step_in_backward
 from grass.optimizer import GrassAdamW
-from grass.projector import Projector
+from grass.options import PAPER
 from grass.selection import Selection, available_rules, register_rule, sampled, select_rows
+from grass.selection.projector import Projector
+from grass.targets import matched_modules
 
 if TYPE_CHECKING:
     from grass import distributed

@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from grass.active import by_active_rows, layers_of
-from grass.hyperparameters import as_matrix, is_projected
-from grass.layers import CompactLayer
-from grass.moments import moment_dtype
+from grass.compact_mode.cycle import by_active_rows, layers_of
+from grass.compact_mode.layer import CompactLayer
+from grass.options import as_matrix, is_projected
+from grass.state.moments import moment_dtype
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,25 +1,17 @@
-"""Which weights Grass projects: target patterns in, parameter groups out."""
+"""Parameter groups for :class:`grass.GrassAdamW`."""
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Collection, Iterable, Iterator
 from inspect import signature
 from typing import Any
 
 from torch import nn
 
-from grass.coverage import report
-from grass.layers import CompactLayer
+from grass.compact_mode.layer import CompactLayer
 from grass.optimizer import GrassAdamW
+from grass.targets import Targets, matched_modules, report_coverage
 
-logger = logging.getLogger("grass")
-
-HEAD_NAMES = frozenset({"lm_head", "embed_out", "output", "head", "score", "classifier", "qa_outputs"})
-"""Last component of the module names taken for output heads, beside what ``get_output_embeddings()`` returns."""
-
-Targets = str | Iterable[str] | None
+__all__ = ["matched_modules", "param_groups"]
 
 
 def param_groups(
@@ -64,74 +56,3 @@ def param_groups(
         raise ValueError("Every weight that matches is frozen (requires_grad=False)")
     report_coverage(model, "projects", [name.removesuffix("weight").removesuffix(".") for name, _ in group["params"]])
     return [group, rest] if rest["params"] else [group]
-
-
-def report_coverage(model: nn.Module, verb: str, covered: Collection[str]) -> None:
-    """Say what Grass covers of a model (:func:`grass.coverage.report`), ``covered`` being names of linear layers."""
-    heads = set(_head_names(model))
-    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
-    report(model, verb, covered, {name: "output head" if name in heads else "linear" for name in linear})
-
-
-def matched_modules(model: nn.Module, targets: Targets = None, exclude: Targets = ()) -> list[str]:
-    """Names of the linear layers that ``targets`` picks and ``exclude`` does not.
-
-    ``None`` and ``"all-linear"`` pick every linear layer but the output heads and those whose weight is shared with
-    another module (tied embeddings). Any other string is a regular expression for the whole module name. A list picks
-    modules whose name is, or ends in, one of its entries (``["q_proj", "mlp.down_proj"]``) or matches it as a regular
-    expression. Named heads are picked when ``targets`` names them; shared weights never are.
-
-    Raises:
-        ValueError: nothing matches.
-    """
-    by_default = targets is None or targets == "all-linear"
-    heads = set(_head_names(model)) if by_default else set()
-    shared = _shared_weights(model)
-    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
-    matched = [
-        name
-        for name in linear
-        if name not in heads and (by_default or _matches(name, targets)) and not _matches(name, exclude)
-    ]
-    empty = [name for name in matched if linear[name].weight.numel() == 0]
-    own = [name for name in matched if id(linear[name].weight) not in shared and name not in empty]
-    for name in matched:
-        if name not in own:
-            reason = "empty" if name in empty else "shared with another module"
-            logger.warning("Grass passes over %s: its weight is %s", name, reason)
-    if not own:
-        listed = ", ".join([*linear][:8]) + (", ..." if len(linear) > 8 else "")
-        reason = "match only layers with shared or empty weights" if matched else "match no linear layer"
-        raise ValueError(f"{targets=}, {exclude=} {reason}; the model has: {listed or 'none'}")
-    return own
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether the module multiplies by a 2-D weight: ``nn.Linear`` or Hugging Face's ``Conv1D``."""
-    is_conv1d = any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
-    return isinstance(module, nn.Linear) or is_conv1d
-
-
-def _matches(name: str, patterns: Targets) -> bool:
-    if patterns is None or patterns == "all-linear":
-        return patterns is not None
-    if isinstance(patterns, str):
-        return re.fullmatch(patterns, name) is not None
-    return any(name == p or name.endswith(f".{p}") or re.fullmatch(p, name) is not None for p in patterns)
-
-
-def _head_names(model: nn.Module) -> Iterator[str]:
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
-    for name, module in model.named_modules():
-        if module is head or name.rpartition(".")[2] in HEAD_NAMES:
-            yield name
-
-
-def _shared_weights(model: nn.Module) -> set[int]:
-    """``id`` of every parameter that more than one module holds."""
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    return {key for key, count in holders.items() if count > 1}

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from grass.layers import CompactLayer
-from grass.moments import State, shared_steps
-from grass.selection import needs_norms
+from grass.compact_mode.layer import CompactLayer
+from grass.selection.rules import needs_norms
+from grass.state.moments import State, shared_steps
 
 logger = logging.getLogger("grass")
 

@@ -16,9 +16,9 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.hooks import RemovableHandle
 
 from grass.optimizer import GrassAdamW, check_gradient
-from grass.ranks import Ranks
-from grass.shards import is_sharded
-from grass.steps.whole import WholeStep
+from grass.parallel.ranks import Ranks
+from grass.parallel.shards import is_sharded
+from grass.stepping.whole import WholeStep
 
 
 def step_in_backward(optimizer: GrassAdamW, *, clip: float | None = None) -> InBackward:

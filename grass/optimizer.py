@@ -4,39 +4,36 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from grass.active import arm, by_active_rows, layers_of, resume
-from grass.background import Background
-from grass.bank import Share
-from grass.bank_exchange import shares_bank
+from grass.compact_mode.cycle import arm, by_active_rows, layers_of, resume
+from grass.compact_mode.layer import CompactLayer
 from grass.health import Health, Owner
-from grass.hyperparameters import (
-    SHARED_KEYS,
-    as_plain,
-    check_changed,
-    is_projected,
-    settings_of,
-    tensors_of,
-    validate,
-    validate_group,
-)
-from grass.layers import CompactLayer
-from grass.moments import HOST_KEYS, State
-from grass.ranks import Ranks, checksum
-from grass.shards import assembled, assembled_bank, local
-from grass.steps import step_device
-from grass.steps.whole import WholeStep
-
-if TYPE_CHECKING:
-    from grass.in_backward import InBackward
+from grass.options import SHARED_KEYS, as_plain, is_projected, settings_of, validate
+from grass.parallel.background import Background
+from grass.parallel.ranks import Ranks, checksum
+from grass.parallel.shards import assembled, assembled_bank, local
+from grass.state.bank import Share
+from grass.state.bank_exchange import shares_bank
+from grass.state.moments import HOST_KEYS, State
+from grass.stepping import step_device
+from grass.stepping.whole import WholeStep
+from grass.validation import check_changed, tensors_of, validate_group
 
 logger = logging.getLogger("grass")
+
+
+class StepsInBackward(Protocol):
+    """What :func:`grass.step_in_backward` leaves with the optimizer."""
+
+    def finish(self, optimizer: GrassAdamW, closure: Callable[[], float] | None) -> None:
+        """Step what still has a gradient."""
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -54,8 +51,8 @@ class GrassAdamW(Optimizer):
     writes them back, and lets the sketch gathered in every ``update_interval``-th step choose the rows from the next
     step on; ``rank`` and ``dim`` are then the layers' own.
 
-    Rows that are not selected move too, without state (``explore``, :mod:`grass.exploration`). Defaults are what
-    trained best in ``docs/quality.md``; ``**grass.PAPER`` gives the paper's.
+    Rows that are not selected move too, without state (``explore``, :mod:`grass.selection.exploration`). Defaults are
+    what trained best in ``docs/quality.md``; ``**grass.PAPER`` gives the paper's.
 
     Groups with ``rank=None`` and tensors of fewer than two dimensions are plain AdamW, computed by torch. Weights of
     more than two dimensions are treated as ``(shape[0], -1)`` matrices. Every argument is also a group key.
@@ -74,7 +71,7 @@ class GrassAdamW(Optimizer):
         dim: select rows (0), columns (1) or along the smaller dimension (``"auto"``; 0 for square weights).
         scale: multiplies the update of projected weights (``alpha``).
         state_policy: what becomes of the moments at a refresh: ``"reset"``, ``"keep"`` or ``"bank"``
-            (:mod:`grass.moments`).
+            (:mod:`grass.state.moments`).
         warmup_after_refresh: after each refresh but the first selection, ramp the learning rate linearly over this
             many steps.
         seed: of the sampling rules. Selection depends on it, on the parameter's place in the groups and on the number
@@ -82,15 +79,15 @@ class GrassAdamW(Optimizer):
         maximize: ascend.
         decay: ``"selected"`` decays the rows that move, ``"all"`` whole weights.
         explore: how many of the rows that are not selected move in each step, without state: a count or a fraction of
-            the selected dimension, cut to the rows there are (:mod:`grass.exploration`). ``1.0`` moves all of them,
-            0 none. ``None`` is ``1.0`` in dense mode, 0 with ``replacement=True``, and in compact mode the number that
-            the layers were converted with.
+            the selected dimension, cut to the rows there are (:mod:`grass.selection.exploration`). ``1.0`` moves all of
+            them, 0 none. ``None`` is ``1.0`` in dense mode, 0 with ``replacement=True``, and in compact mode the number
+            that the layers were converted with.
         bank_dtype: precision of the bank: ``"float32"`` or ``"bfloat16"``.
         shard_bank: divide the bank among the ranks of data-parallel training, which bring each other the rows that
             enter a selection, instead of one copy on each; then every rank has to save its part of the state (see
             :meth:`state_dict`). The bank of sharded weights is sharded as they are, whatever this says.
         moment_dtype: precision of the moments of projected weights: ``"float32"``, ``"bfloat16"`` or ``"8bit"``, both
-            rounded stochastically (:mod:`grass.precision`). Moments of float64 weights stay float64.
+            rounded stochastically (:mod:`grass.state.precision`). Moments of float64 weights stay float64.
         stochastic_rounding: round what is written to bfloat16 and float16 weights, at full rank too (whose moments have
             their precision), up or down by chance, so that updates below their spacing are kept in the mean. Not for
             ``replacement=True``.
@@ -124,7 +121,7 @@ class GrassAdamW(Optimizer):
 
     writes_back_active_rows = True
     process_group: ProcessGroup | None = None
-    in_backward: InBackward | None = None
+    in_backward: StepsInBackward | None = None
     _going_on: WholeStep | None = None
     _named_by_model = False
 

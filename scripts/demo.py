@@ -16,10 +16,11 @@ import matplotlib as mpl
 import pandas as pd
 
 from grass.command_line import ArgumentParser
-from grass.training.data import DataConfig, load_data
-from grass.training.loop import Result, TrainConfig, Trainer
-from grass.training.models import build_llama, llama_config
-from grass.training.optimizers import OptimizerConfig, build_optimizer
+from grass.memory.llama import llama_config
+from grass.training.data.blocks import DataConfig, load_data
+from grass.training.run.loop import Result, TrainConfig, Trainer
+from grass.training.run.models import build_llama
+from grass.training.run.optimizers import OptimizerConfig, build_optimizer
 
 SEED = 3
 """Not one of those the learning rates were chosen or checked with."""

@@ -38,12 +38,12 @@ from transformers import HfArgumentParser, PreTrainedModel, TrainingArguments
 
 from grass.command_line import ArgumentParser, ShortErrors
 from grass.memory import state_bytes
-from grass.training import classification, instructions
-from grass.training.docstrings import docstrings, docstrings_of_signatures
-from grass.training.finetuning import METHODS, DatasetSource, FinetuneTask, make_trainer, write_log
-from grass.training.flags import add_optimizer_flags, from_flags, split_and_path
-from grass.training.optimizers import OptimizerConfig
-from grass.training.tiny import tiny_decoder, tiny_encoder, train_tokenizer
+from grass.training.data.docstrings import docstrings, docstrings_of_signatures
+from grass.training.finetune import classification, instructions
+from grass.training.finetune.run import METHODS, DatasetSource, FinetuneTask, make_trainer, write_log
+from grass.training.finetune.tiny import tiny_decoder, tiny_encoder, train_tokenizer
+from grass.training.run.flags import add_optimizer_flags, from_flags, split_and_path
+from grass.training.run.optimizers import OptimizerConfig
 
 DEFAULTS = {
     "eval_strategy": "epoch",

@@ -37,15 +37,16 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
 from grass.command_line import ArgumentParser
-from grass.int8 import plain_state_dict
-from grass.training.checkpoint import CheckpointStore, export_model
-from grass.training.data import DataConfig, load_data
-from grass.training.flags import add_optimizer_flags, from_flags, split_and_path
-from grass.training.loop import Result, TrainConfig, Trainer
-from grass.training.models import LLAMA_SHAPES, build_llama, llama_config
-from grass.training.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer, convert
-from grass.training.processes import Processes, launched_processes, shard_blocks, whole_weights
-from grass.training.throughput import model_flops_per_token, peak_flops, peak_memory
+from grass.compact_mode.int8 import plain_state_dict
+from grass.memory.llama import LLAMA_SHAPES, llama_config
+from grass.training.data.blocks import DataConfig, load_data
+from grass.training.run.checkpoint import CheckpointStore, export_model
+from grass.training.run.flags import add_optimizer_flags, from_flags, split_and_path
+from grass.training.run.loop import Result, TrainConfig, Trainer
+from grass.training.run.models import build_llama
+from grass.training.run.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer, convert
+from grass.training.run.processes import Processes, launched_processes, shard_blocks, whole_weights
+from grass.training.run.throughput import model_flops_per_token, peak_flops, peak_memory
 
 CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every", "keep", "device"}
 """Flags that may differ between a run and its continuation."""

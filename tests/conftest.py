@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -20,6 +22,9 @@ hypothesis.settings.load_profile("repeatable")
 torch.set_num_threads(1)
 
 VOCABULARY = 64
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path[:0] = [str(SCRIPTS / "study"), str(SCRIPTS / "bench")]  # as if the scripts there were run
 
 
 @pytest.fixture(autouse=True)

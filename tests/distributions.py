@@ -8,7 +8,7 @@ from collections import Counter
 import scipy.stats
 import torch
 
-from grass.selection import select_rows
+from grass.selection.rules import select_rows
 
 SAMPLERS = ["multinomial_norm", "multinomial_norm_sq", "uniform"]
 NORMS = [4.0, 1.0, 0.0, 2.5, 0.5]

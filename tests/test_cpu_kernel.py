@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import grass
-from grass import PAPER, cpu_kernel
-from grass.projector import Projector
+from grass import PAPER
+from grass.cpu import kernel as cpu_kernel
+from grass.selection.projector import Projector
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
 HYPER = {"betas": (0.9, 0.999), "eps": 1e-8}
@@ -156,7 +157,7 @@ def test_never_compiles_unless_wanted(unbuilt) -> None:
 @pytest.mark.slow
 def test_processes_that_start_at_once_share_the_cache(tmp_path) -> None:
     """As ranks do: each finds either no kernel or a whole one."""
-    code = "from grass import cpu_kernel; print(cpu_kernel.at_hand())"
+    code = "from grass.cpu import kernel as cpu_kernel; print(cpu_kernel.at_hand())"
     command, env = [sys.executable, "-c", code], {**cpu_kernel.os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     started = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     assert [p.communicate(timeout=120)[0].strip() for p in started] == ["True"] * 4

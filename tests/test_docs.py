@@ -30,7 +30,7 @@ def test_code_runs(page, monkeypatch, tmp_path):
 @contextlib.contextmanager
 def forgotten_rules():
     """Rules that a page registers are gone afterwards."""
-    from grass.selection import _RULES
+    from grass.selection.rules import _RULES
 
     before = dict(_RULES)
     yield

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import grass
-from grass.projector import Projector
+from grass.selection.projector import Projector
 from tests import reference
 
 HYPER = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grass import matmul
-from grass.matmul import inner_product
+from grass.compact_mode import products as matmul
+from grass.compact_mode.products import inner_product
 
 # rtol: a float32 sum of t products loses up to t * 2^-24 of the sum of their magnitudes; bf16 and fp16 round the result
 TOLERANCES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]

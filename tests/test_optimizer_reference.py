@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grass import PAPER, GrassAdamW
-from grass.exploration import draw_explored
+from grass.selection.exploration import draw_explored
 from tests.reference import ReferenceGrass, gradients_for, run, uneven_gradients
 
 SHAPE, RANK, INTERVAL, STEPS = (7, 9), 3, 4, 14

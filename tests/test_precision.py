@@ -13,9 +13,9 @@ from torch.nn import Parameter
 import grass
 from grass import GrassAdamW
 from grass.kernels import make_key, random_bits
+from grass.kernels.moment_codes import BLOCK, dynamic_map, encode_moment
 from grass.memory import state_bytes
-from grass.moment_codes import BLOCK, dynamic_map, encode_moment
-from grass.precision import full_moments
+from grass.state.precision import full_moments
 
 NARROW = ["bfloat16", "8bit"]
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grass.projector import Projector
+from grass.selection.projector import Projector
 from tests.reference import dense_projection
 
 # (dtype, rtol, atol); the reference is float64. One product and, for duplicates, up to four additions are rounded:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grass
-from grass.selection import Selection, available_rules, register_rule, sampled, select_rows
+from grass.selection.rules import Selection, available_rules, register_rule, sampled, select_rows
 from tests.distributions import NORMS, SAMPLERS, SIGNIFICANCE, draws, exact_outcomes, p_value, probabilities
 from tests.reference import dense_projection
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from grass.selection import select_rows
+from grass.selection.rules import select_rows
 from tests.distributions import SIGNIFICANCE, draws, exact_outcomes, p_value, probabilities
 
 NAN, INF = math.nan, math.inf

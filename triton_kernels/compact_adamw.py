@@ -23,6 +23,7 @@ import math
 import torch
 from torch import Tensor
 
+from .arithmetic import StepCoefficients, adamw_
 from .dispatch import kernel_op
 from .language import cdiv, jit, narrowed, tile, tl
 from .random_bits import key_words, random_bits, random_bits_kernel, round_stochastically, round_stochastically_kernel
@@ -94,8 +95,6 @@ def _twin(
     key: int | None,
     moment_key: int | None,
 ) -> None:
-    from grass.functional import StepCoefficients, adamw_  # grass itself imports this module
-
     wide = torch.promote_types(exp_avg.dtype, torch.float32)
     first, second = exp_avg.to(wide), exp_avg_sq.to(wide)
     c = StepCoefficients.at(step if ages is None else ages, step_size, (beta1, beta2)).along(0)

@@ -1,4 +1,4 @@
-r"""One AdamW step of chosen rows, in one pass, with moments in 8-bit codes (:mod:`grass.moment_codes`).
+r"""One AdamW step of chosen rows, in one pass, with moments in 8-bit codes (:mod:`grass.kernels.moment_codes`).
 
 For every block of 256 consecutive values of ``M`` and ``sqrt(V)``, in the order of memory, with code tables ``L``::
 
@@ -25,6 +25,7 @@ from .compact_adamw import _correction, _store
 from .compact_adamw import _twin as compact_adamw_twin
 from .dispatch import kernel_op
 from .language import cdiv, jit, narrowed, tl
+from .moment_codes import decode_moment, dynamic_map, encode_moment
 from .random_bits import key_words, random_bits, random_bits_kernel
 
 
@@ -100,8 +101,6 @@ def _twin(
     key: int | None,
     moment_key: int,
 ) -> None:
-    from grass.moment_codes import decode_moment, encode_moment  # grass itself imports this module
-
     first = decode_moment(exp_avg, exp_avg_scale, signed=True)
     second = decode_moment(exp_avg_sq, exp_avg_sq_scale, signed=False).square_()
     numbers = step, step_size, beta1, beta2, eps, shrink, maximize, gather_grad, key, None
@@ -137,8 +136,6 @@ def _launch(
     key: int | None,
     moment_key: int,
 ) -> None:
-    from grass.moment_codes import dynamic_map
-
     r, n = exp_avg.shape
     values = weight if rows is None else rows
     levels = [dynamic_map(signed, str(weight.device)) for signed in (True, False)]

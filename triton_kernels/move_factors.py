@@ -18,9 +18,11 @@ import math
 import torch
 from torch import Tensor
 
+from .arithmetic import StepCoefficients
 from .compact_adamw import _correction
 from .dispatch import check_shape, kernel_op
 from .language import INTERPRETED, cdiv, jit, tile, tl
+from .layout import gather
 
 PROGRAMS = 4 if INTERPRETED else 512
 """Programs wanted at least: some four for each of a GPU's hundred-odd multiprocessors."""
@@ -78,14 +80,11 @@ def _twin(
     beta2: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    from grass.functional import StepCoefficients  # grass itself imports this module
-    from grass.projector import Projector
-
     wide = torch.promote_types(exp_avg.dtype, torch.float32)
     c = StepCoefficients.at(step if ages is None else ages, 1.0, (beta1, beta2)).along(0)
     root = exp_avg_sq.to(wide).sqrt().div_(c.denominator).add_(eps).div_(c.step_size)
     direction = torch.div(exp_avg.to(wide), root, out=root)
-    compact = grad if indices is None else Projector(indices).gather(grad)
+    compact = grad if indices is None else gather(grad, indices, 0)
     across = torch.linalg.vector_norm(compact, dim=0, dtype=wide)
     factors = torch.where(across > 0, torch.linalg.vector_norm(direction, dim=0) / across, 0.0)
     return factors, torch.linalg.vector_norm(direction, dim=1)

@@ -1,4 +1,5 @@
-r"""Move explored rows along their scaled gradient, all by the same length, in one call (:mod:`grass.exploration`).
+r"""Move explored rows along their scaled gradient, all by the same length, in one call
+(:mod:`grass.selection.exploration`).
 
 For row ``k`` of ``q``, which is row ``sigma_k`` of the weight ``W (m, n)``, with the factors ``phi (n,)`` of
 :mod:`move_factors`::
@@ -26,6 +27,7 @@ from torch import Tensor
 from .compact_adamw import _rounded, _store
 from .dispatch import check_shape, kernel_op
 from .language import cdiv, jit, tile, tl
+from .layout import gather, scatter_
 from .random_bits import key_words
 
 
@@ -88,12 +90,9 @@ def _twin(
     gather_grad: bool,
     key: int | None,
 ) -> None:
-    from grass.projector import Projector  # grass itself imports this module
-
-    projector = Projector(indices)
     wide = torch.promote_types(factors.dtype, torch.float32)
     most = gather_grad and rows is None and 2 * indices.numel() > weight.shape[0]  # then no row is gathered
-    unit = (projector.gather(grad) if gather_grad and not most else grad).to(wide) * factors
+    unit = (gather(grad, indices, 0) if gather_grad and not most else grad).to(wide) * factors
     if norms is None:
         every = torch.linalg.vector_norm(unit, dim=1)
         norms = every.index_select(0, indices) if most else every
@@ -101,7 +100,7 @@ def _twin(
     if most:
         sizes = torch.zeros(weight.shape[0], dtype=wide, device=weight.device).index_copy_(0, indices, sizes)
         indices = torch.arange(weight.shape[0], device=weight.device)
-    old = (weight if most else projector.gather(weight)) if rows is None else rows
+    old = (weight if most else gather(weight, indices, 0)) if rows is None else rows
     new = old.to(wide).addcmul_(unit, sizes.unsqueeze(1), value=-1)
     place = torch.arange(weight.shape[1], device=weight.device)
     counter = indices.unsqueeze(1) * weight.shape[1] + place if key is not None else place
@@ -109,7 +108,7 @@ def _twin(
     if rows is not None:
         value = _rounded(rows.copy_(value).to(wide), weight.dtype, counter, key, 5)
     if not most:
-        projector.scatter_(weight, value)
+        scatter_(weight, indices, 0, value)
     elif value is not weight:
         weight.copy_(value)
 

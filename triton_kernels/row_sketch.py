@@ -49,7 +49,6 @@ def _twin(kept: Tensor, mixed: Tensor, signs: Tensor | None, size: int, key: int
 def _launch(kept: Tensor, mixed: Tensor, signs: Tensor | None, size: int, key: int) -> Tensor:
     t, n = mixed.shape
     wide = mixed.dtype == torch.float16  # norms leave its range before their elements do
-    kept, mixed = kept.contiguous(), mixed.contiguous()
     projected = torch.empty(t, size, dtype=torch.float32 if wide else mixed.dtype, device=mixed.device)
     block_s = max(16, power_of_two(size))
     block_t, block_n = (32, 32) if mixed.dtype == torch.float32 or wide else (64, 64)  # registers

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from grass.layers import CompactLayer
+from grass.compact_mode.layer import CompactLayer
 
 
 def shard_placement_fn(model: nn.Module) -> Callable[[nn.Parameter], Shard | None]:

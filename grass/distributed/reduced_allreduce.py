@@ -26,14 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grass.active import rademacher
-from grass.exploration import draw_explored, reach
-from grass.hyperparameters import as_matrix, explored_count, is_projected, resolve_dim, resolve_rank
-from grass.moments import moment_dtype
+from grass.compact_mode.cycle import rademacher
 from grass.optimizer import GrassAdamW
-from grass.projector import Projector
-from grass.refresh import choose, current_projector, refresh_due
-from grass.selection import needs_norms, selection_generator
+from grass.options import as_matrix, explored_count, is_projected, resolve_dim, resolve_rank
+from grass.selection.draws import selection_generator
+from grass.selection.exploration import draw_explored, reach
+from grass.selection.projector import Projector
+from grass.selection.rules import needs_norms
+from grass.state.moments import moment_dtype
+from grass.state.refresh import choose, current_projector, refresh_due
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

@@ -32,12 +32,13 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import check_target_module_exists
 
-from grass.compact import compact
+from grass.compact_mode.conversion import compact
+from grass.compact_mode.layer import CompactLayer
 from grass.diagnostics import SelectionHistory
-from grass.groups import Targets, is_linear, param_groups
-from grass.layers import CompactLayer
+from grass.groups import param_groups
 from grass.memory import state_bytes
 from grass.optimizer import GrassAdamW
+from grass.targets import Targets, is_linear
 
 CONVERSION = ("explore", "dim", "dtype", "calibration")
 """Keywords of the factory that go to :func:`grass.compact` in compact mode; the others are the optimizer's."""

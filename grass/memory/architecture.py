@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from grass.compact import convertible
-from grass.groups import matched_modules
+from grass.compact_mode.conversion import convertible
 from grass.memory.kinds import LOGIT_SCALES, check_blocks, check_kind, learned_positions
 from grass.memory.tracing import Tracer, blocks_of
+from grass.targets import matched_modules
 
 
 @dataclass(frozen=True)

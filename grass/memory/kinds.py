@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from grass.compact import convertible
-from grass.groups import is_linear
+from grass.compact_mode.conversion import convertible
+from grass.targets import is_linear
 
 LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Fields of configurations whose models do more to their logits than their head: their loss cannot be chunked."""

@@ -29,7 +29,7 @@ def load_architecture(name: str) -> Architecture:
     try:
         from transformers import AutoConfig, PretrainedConfig
 
-        from grass.training.models import LLAMA_SHAPES, llama_config
+        from grass.memory.llama import LLAMA_SHAPES, llama_config
     except ImportError as error:
         raise ImportError(f"Configurations need transformers: pip install grass-torch[hf] ({error})") from error
     if (size := name.strip().lower()) in LLAMA_SHAPES:

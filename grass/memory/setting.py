@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from grass.exploration import resolve_explore
-from grass.hyperparameters import check_value, resolve_rank
 from grass.memory.architecture import Architecture
-from grass.selection import check_rule, needs_norms
+from grass.options import check_value, resolve_rank
+from grass.selection.exploration import resolve_explore
+from grass.selection.rules import check_rule, needs_norms
 
 MOMENTS = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
-"""Bytes per element of Adam's moments of selected rows (:mod:`grass.precision`)."""
+"""Bytes per element of Adam's moments of selected rows (:mod:`grass.state.precision`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,10 @@ from harness import machine
 
 from grass.command_line import ArgumentParser
 from grass.memory import Architecture, Setting, parse_bytes, plan
-from grass.training.data import Batches, DataConfig, load_data
-from grass.training.models import build_llama, llama_config
-from grass.training.optimizers import OptimizerConfig, build_optimizer, convert
+from grass.memory.llama import llama_config
+from grass.training.data.blocks import Batches, DataConfig, load_data
+from grass.training.run.models import build_llama
+from grass.training.run.optimizers import OptimizerConfig, build_optimizer, convert
 
 STEPS, REFRESH_EVERY, TOLERANCE = 20, 8, 0.05
 

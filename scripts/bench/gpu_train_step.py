@@ -28,7 +28,8 @@ from harness import machine
 
 import grass
 from grass.command_line import ArgumentParser
-from grass.training.models import build_llama, llama_config
+from grass.memory.llama import llama_config
+from grass.training.run.models import build_llama
 
 BY_NORM = {"update_interval": 10, "selection": "multinomial_norm", "state_policy": "bank"}
 

@@ -17,9 +17,10 @@ import torch
 
 import grass
 from grass.command_line import ArgumentParser
-from grass.training.data import DataConfig, load_data
-from grass.training.loop import TrainConfig, Trainer
-from grass.training.models import build_llama, llama_config
+from grass.memory.llama import llama_config
+from grass.training.data.blocks import DataConfig, load_data
+from grass.training.run.loop import TrainConfig, Trainer
+from grass.training.run.models import build_llama
 
 STORAGE: dict[str, tuple[torch.dtype, str | None]] = {
     "float32": (torch.float32, None),

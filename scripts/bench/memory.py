@@ -14,12 +14,12 @@ from typing import Any
 
 import pandas as pd
 import torch
+from memory_tracking import track
 
 from grass.command_line import ArgumentParser
 from grass.memory import METHODS, Architecture, Setting, format_bytes, plan
+from grass.memory.llama import LLAMA_SHAPES, llama_config
 from grass.memory.planner import peaks
-from grass.training.memory_tracking import track
-from grass.training.models import LLAMA_SHAPES, llama_config
 
 CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("Grass", {}, False),

@@ -31,7 +31,7 @@ from torch import nn
 from grass import GrassAdamW, compact
 from grass.command_line import ArgumentParser
 from grass.memory import state_bytes
-from grass.training.models import LLAMA_SHAPES
+from grass.memory.llama import LLAMA_SHAPES
 
 NEVER = 1_000_000_000
 Options = dict[str, Any]

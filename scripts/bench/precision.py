@@ -24,8 +24,9 @@ from torch import nn
 import grass
 from grass.command_line import ArgumentParser
 from grass.memory import state_bytes
-from grass.training.data import DataConfig, load_data
-from grass.training.models import build_llama, llama_config
+from grass.memory.llama import llama_config
+from grass.training.data.blocks import DataConfig, load_data
+from grass.training.run.models import build_llama
 
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},

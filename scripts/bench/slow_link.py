@@ -40,7 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 import grass
 from grass.command_line import ArgumentParser
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
-from grass.training.models import LlamaShape, build_llama, llama_config
+from grass.memory.llama import LlamaShape, llama_config
+from grass.training.run.models import build_llama
 
 INTERVAL = 10
 SLOWDOWNS = (1.0, 3.0)

@@ -22,8 +22,8 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 import grass
-from grass import cpu_kernel
 from grass.command_line import ArgumentParser
+from grass.cpu import kernel as cpu_kernel
 
 SIDE, RANK, NEVER = 64, 16, 1_000_000_000
 VARIANTS: dict[str, dict[str, Any]] = {

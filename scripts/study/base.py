@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 from grass.command_line import ArgumentParser
-from grass.training.corpus import split_by_file, standard_library, text_files
-from grass.training.data import DataConfig, load_data
-from grass.training.docstrings import PACKAGES
-from grass.training.loop import TrainConfig, Trainer
-from grass.training.optimizers import OptimizerConfig, build_optimizer
-from grass.training.tiny import tiny_decoder, train_tokenizer
+from grass.training.data.blocks import DataConfig, load_data
+from grass.training.data.corpus import split_by_file, standard_library, text_files
+from grass.training.data.docstrings import PACKAGES
+from grass.training.finetune.tiny import tiny_decoder, train_tokenizer
+from grass.training.run.loop import TrainConfig, Trainer
+from grass.training.run.optimizers import OptimizerConfig, build_optimizer
 
 BASE = Path("runs/study/base")
 STEPS = 2000

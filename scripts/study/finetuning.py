@@ -20,13 +20,13 @@ from transformers import (
 )
 
 from grass.memory import state_bytes
-from grass.training import classification, instructions
-from grass.training.docstrings import docstrings_of_signatures, packages_of_docstrings
-from grass.training.finetuning import FinetuneTask
-from grass.training.metrics import gradient_bytes
-from grass.training.models import seeded
-from grass.training.optimizers import build_optimizer
-from grass.training.signals import GracefulStop
+from grass.training.data.docstrings import docstrings_of_signatures, packages_of_docstrings
+from grass.training.finetune import classification, instructions
+from grass.training.finetune.run import FinetuneTask
+from grass.training.run.metrics import gradient_bytes
+from grass.training.run.models import seeded
+from grass.training.run.optimizers import build_optimizer
+from grass.training.run.signals import GracefulStop
 
 
 def finetune(cell: Cell, config: FinetuneConfig, base: Path) -> dict[str, Any] | None:

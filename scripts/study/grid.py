@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from grass.training.data import DataConfig
-from grass.training.models import LLAMA_SHAPES
-from grass.training.optimizers import OptimizerConfig
+from grass.memory.llama import LLAMA_SHAPES
+from grass.training.data.blocks import DataConfig
+from grass.training.run.optimizers import OptimizerConfig
 
 CURVE_POINTS = 10
 """Evaluations per run, at equal distances."""

@@ -11,10 +11,11 @@ import pandas as pd
 from grid import CURVE_POINTS, Cell
 from results import CURVE
 
-from grass.training.data import DataConfig, load_data
-from grass.training.loop import TrainConfig, Trainer
-from grass.training.models import build_llama, llama_config
-from grass.training.optimizers import build_optimizer
+from grass.memory.llama import llama_config
+from grass.training.data.blocks import DataConfig, load_data
+from grass.training.run.loop import TrainConfig, Trainer
+from grass.training.run.models import build_llama
+from grass.training.run.optimizers import build_optimizer
 
 
 def pretrain(cell: Cell, data_config: DataConfig) -> dict[str, Any] | None:

@@ -23,10 +23,11 @@ from run import DIRECTORY
 from tqdm import trange
 
 from grass.command_line import ArgumentParser
-from grass.training.data import DataConfig, load_data
-from grass.training.loop import TrainConfig, Trainer
-from grass.training.models import LLAMA_SHAPES, build_llama, llama_config
-from grass.training.optimizers import OptimizerConfig, build_optimizer
+from grass.memory.llama import LLAMA_SHAPES, llama_config
+from grass.training.data.blocks import DataConfig, load_data
+from grass.training.run.loop import TrainConfig, Trainer
+from grass.training.run.models import build_llama
+from grass.training.run.optimizers import OptimizerConfig, build_optimizer
 
 CONTESTANTS = {
     "adamw": OptimizerConfig(name="adamw"),

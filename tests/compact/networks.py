@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import grass
 from grass import PAPER, GrassAdamW, Selection, register_rule
-from grass.layers import CompactLayer
+from grass.compact_mode.layer import CompactLayer
 
 DIMS = [0, 1]
 POLICIES = ["reset", "keep", "bank"]

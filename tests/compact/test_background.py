@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from grass import GrassAdamW
-from grass.bank import Swap
+from grass.state.bank import Swap
 from tests.compact.networks import DIMS, assert_same_weights, batches, converted, loss_of, train
 
 OPTIONS = dict(explore=0, state_policy="bank", selection="multinomial_norm", update_interval=2)
@@ -98,7 +98,7 @@ def test_errors_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes wrong in the thread is raised by the next step, not lost."""
     model, optimizer = beside()
     train(model, optimizer, batches(1))
-    monkeypatch.setattr("grass.bank.Swap.withdraw", lambda *_: 1 / 0)
+    monkeypatch.setattr("grass.state.bank.Swap.withdraw", lambda *_: 1 / 0)
     train(model, optimizer, batches(1))
     with pytest.raises(ZeroDivisionError):
         train(model, optimizer, batches(1))

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import grass
 from grass import GrassAdamW
-from grass.exploration import draw_explored, resolve_explore
+from grass.selection.exploration import draw_explored, resolve_explore
 from tests.compact.networks import (
     DIMS,
     PLAYED,

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import grass
 from grass import GrassAdamW
-from grass.int8 import Int8Linear, plain_state_dict
-from grass.weight_codes import decode_weight, encode_weight
+from grass.compact_mode.int8 import Int8Linear, plain_state_dict
+from grass.compact_mode.weight_codes import decode_weight, encode_weight
 from tests.compact.networks import (
     DIMS,
     Network,

@@ -11,7 +11,7 @@ from torch import nn
 
 import grass
 from grass import GrassAdamW
-from grass.selection import Selection, register_rule
+from grass.selection.rules import Selection, register_rule
 from tests.compact.networks import (
     Network,
     assert_same_weights,

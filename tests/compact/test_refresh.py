@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import grass
 from grass import GrassAdamW
-from grass.active import gathered_norms, rademacher
-from grass.layers import CompactLayer
-from grass.ranks import Ranks
+from grass.compact_mode.cycle import gathered_norms, rademacher
+from grass.compact_mode.layer import CompactLayer
+from grass.parallel.ranks import Ranks
 from tests.compact.networks import (
     DIMS,
     Network,

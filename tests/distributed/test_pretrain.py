@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grass.training.checkpoint import CheckpointStore
-from grass.training.loop import Trainer
+from grass.training.run.checkpoint import CheckpointStore
+from grass.training.run.loop import Trainer
 from tests.distributed.world import HANG, attempt_world, run_world
 from tests.training.runs import PRETRAIN, TINY
 
@@ -124,7 +124,7 @@ def test_a_killed_worker_under_torchrun(mode: str, tmp_path: Path) -> None:
 KILLING = f"""
 import os, pathlib, runpy, signal, sys
 sys.path.insert(0, {str(PRETRAIN.parents[1])!r})
-from grass.training.loop import Trainer
+from grass.training.run.loop import Trainer
 
 mark, step = pathlib.Path(__file__).with_name("was-killed"), Trainer.train_step
 

@@ -12,11 +12,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from grass import GrassAdamW
-from grass.active import rademacher
+from grass.compact_mode.cycle import rademacher
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
 from grass.distributed.traffic import recorded_traffic
-from grass.refresh import refresh_due
-from grass.selection import selection_generator
+from grass.selection.draws import selection_generator
+from grass.state.refresh import refresh_due
 from tests.compact.networks import Network, loss_of, train
 from tests.distributed.training import OPTIONS, assert_close, dense, joint_batches, share, train_jointly, weights
 from tests.distributed.world import run_world

@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from grass import GrassAdamW, bank_exchange
-from grass.bank import Share
+from grass import GrassAdamW
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
 from grass.distributed.traffic import recorded_traffic
 from grass.memory import state_bytes
+from grass.state import bank_exchange
+from grass.state.bank import Share
 from tests.compact.networks import converted, selections, train
 from tests.distributed.training import OPTIONS, assert_close, dense, joint_batches, train_jointly, weights
 from tests.distributed.world import run_world

@@ -14,7 +14,8 @@ from grass import GrassAdamW
 
 pytest.importorskip("transformers")
 
-from grass.training.models import build_llama, llama_config
+from grass.memory.llama import llama_config
+from grass.training.run.models import build_llama
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.cuda.is_available()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import grass
-from grass.layers import CompactLayer
+from grass.compact_mode.layer import CompactLayer
 from tests.integrations.runs import MODES, Build, arguments, trainer
 
 transformers = pytest.importorskip("transformers")

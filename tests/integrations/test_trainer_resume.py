@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import grass
-from grass.layers import CompactLayer
+from grass.compact_mode.layer import CompactLayer
 from tests.integrations.runs import MODES, Build, arguments, assert_same, checkpoint, logged, trainer
 
 FEATURES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from grass.functional import compact_adamw
 from grass.kernels import compact_adamw_, make_key
 from grass.kernels.compact_adamw import _correction
 from grass.kernels.language import jit, tl
-from grass.projector import Projector
+from grass.selection.projector import Projector
 
 from .conftest import DEVICE, DTYPES, LAYOUTS, TOLERANCE, far_apart, laid_out
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grass.kernels import compact_adamw_, compact_adamw_8bit_, make_key, random_bits
-from grass.moment_codes import BLOCK, decode_moment, dynamic_map, encode_moment
+from grass.kernels.moment_codes import BLOCK, decode_moment, dynamic_map, encode_moment
 
 from .conftest import DEVICE, DTYPES, LAYOUTS, far_apart, laid_out
 

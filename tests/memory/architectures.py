@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from grass.memory import Architecture
-from grass.training.models import llama_config
+from grass.memory.llama import llama_config
 
 SMALL = {
     "hidden_size": 256,

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from memory_tracking import track
 
 from grass.memory import METHODS, Architecture, Setting
 from grass.memory.planner import peaks, plan
-from grass.training.memory_tracking import track
 from tests.memory.architectures import CAPPED, KINDS, llama
 
 WHOLE = {"checkpointing": False, "chunk_tokens": 0}

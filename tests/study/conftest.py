@@ -1,10 +1,4 @@
-import sys
-from pathlib import Path
-
 import pytest
-
-STUDY = Path(__file__).parents[2] / "scripts" / "study"
-sys.path.insert(0, str(STUDY))
 
 GRID = """
 model: 1m

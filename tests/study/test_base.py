@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grass.training.docstrings import PACKAGES
-from grass.training.loop import Trainer
+from grass.training.data.docstrings import PACKAGES
+from grass.training.run.loop import Trainer
 
 
 def test_files_of_the_tasks_are_left_out():

@@ -13,9 +13,9 @@ from grid import Cell, FinetuneConfig, Grid
 from results import COLUMNS, CURVE, KEY
 
 from grass import matched_modules
-from grass.training.data import DataConfig
-from grass.training.instructions import IGNORED
-from grass.training.optimizers import OptimizerConfig, build_optimizer
+from grass.training.data.blocks import DataConfig
+from grass.training.finetune.instructions import IGNORED
+from grass.training.run.optimizers import OptimizerConfig, build_optimizer
 
 CONFIGS = {
     "classify": FinetuneConfig(batch_size=4, max_length=24, examples=12),

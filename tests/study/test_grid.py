@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from grid import FINETUNING, Cell, FinetuneConfig, load_grid
 
-from grass.training.optimizers import OptimizerConfig
+from grass.training.run.optimizers import OptimizerConfig
 
 
 def test_cells_in_order_and_once(grid_file):

@@ -11,7 +11,7 @@ from grid import load_grid
 from pretraining import pretrain
 from results import Results
 
-from tests.study.conftest import STUDY
+from tests.conftest import SCRIPTS
 
 
 def command(tmp_path):
@@ -96,7 +96,7 @@ def test_killed_and_continued(tmp_path, grid_file, base):
     wanted = "methods: [adamw, grass], horizon: short, seeds: [0], vary: {lr: [0.001, 0.01]}"
     grid_file.write_text(grid_file.read_text().replace(wanted, f"task: classify, {wanted}"))
     whole = [*command(tmp_path), "--base", str(base)]
-    process = subprocess.Popen([sys.executable, str(STUDY / "run.py"), *whole], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, str(SCRIPTS / "study" / "run.py"), *whole], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (tmp_path / "cells.csv").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)

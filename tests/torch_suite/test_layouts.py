@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grass import GrassAdamW
-from grass.functional import is_dense
+from grass.kernels.layout import is_dense
 
 BASE = torch.randn(16, 20, generator=torch.Generator().manual_seed(0))
 

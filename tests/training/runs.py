@@ -32,7 +32,9 @@ TINY = (
 START_TIMEOUT = 120
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["grass.training.loop", "grass.training.optimizers", "transformers.models.llama"])
+context.set_forkserver_preload(
+    ["grass.training.run.loop", "grass.training.run.optimizers", "transformers.models.llama"]
+)
 
 
 def start(out: Path, *flags: str) -> ForkServerProcess:

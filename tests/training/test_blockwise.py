@@ -7,8 +7,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import grass
-from grass.layers import CompactLayer
-from grass.training.models import build_llama, llama_config
+from grass.compact_mode.layer import CompactLayer
+from grass.memory.llama import llama_config
+from grass.training.run.models import build_llama
 
 
 def nothing(layer, number):

@@ -5,11 +5,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from grass.training import checkpoint
-from grass.training.checkpoint import CheckpointStore, export_model
-from grass.training.metrics import COLUMNS, truncate_csv
-from grass.training.models import build_llama, llama_config
-from grass.training.signals import GracefulStop
+from grass.memory.llama import llama_config
+from grass.training.run import checkpoint
+from grass.training.run.checkpoint import CheckpointStore, export_model
+from grass.training.run.metrics import COLUMNS, truncate_csv
+from grass.training.run.models import build_llama
+from grass.training.run.signals import GracefulStop
 
 
 def llama(seed=0, dtype=torch.float32):

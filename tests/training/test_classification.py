@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
-from grass.training.classification import (
+from grass.training.finetune.classification import (
     GLUE,
     Task,
     class_names,
@@ -16,8 +16,8 @@ from grass.training.classification import (
     metrics_of,
     with_class_labels,
 )
-from grass.training.finetuning import DatasetSource
-from grass.training.tiny import train_tokenizer
+from grass.training.finetune.run import DatasetSource
+from grass.training.finetune.tiny import train_tokenizer
 
 
 def split(*labels):

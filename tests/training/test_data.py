@@ -4,8 +4,8 @@ from itertools import islice
 import pytest
 import torch
 
-from grass.training.data import DataConfig, PackedBatches, load_data, packed_blocks
-from grass.training.tokenization import ByteTokenizer, encode_all, load_tokenizer
+from grass.training.data.blocks import DataConfig, PackedBatches, load_data, packed_blocks
+from grass.training.data.tokenization import ByteTokenizer, encode_all, load_tokenizer
 
 
 def take(batches, count):

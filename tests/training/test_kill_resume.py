@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grass.training.states import read_state
+from grass.training.run.states import read_state
 from tests.training.runs import finish, logged_steps, start, wait_until
 
 STEPS = 16

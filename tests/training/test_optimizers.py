@@ -5,9 +5,10 @@ import torch
 
 from grass import GrassAdamW
 from grass.memory import state_bytes
-from grass.training.metrics import gradient_bytes
-from grass.training.models import build_llama, llama_config
-from grass.training.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer
+from grass.memory.llama import llama_config
+from grass.training.run.metrics import gradient_bytes
+from grass.training.run.models import build_llama
+from grass.training.run.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer
 
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 128, 352, 4, 257
 PROJECTED = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE)

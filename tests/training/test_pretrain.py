@@ -10,7 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import LlamaForCausalLM
 
-from grass.training.optimizers import OPTIMIZERS
+from grass.training.run.optimizers import OPTIMIZERS
 from tests.training.runs import PRETRAIN, TINY
 
 EVERY = [pytest.param(name, marks=pytest.mark.slow if name == "adamw8bit" else ()) for name in OPTIMIZERS]

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 from grass.memory import Architecture, Setting, parse_bytes, plan
-from grass.training.flags import from_flags
-from grass.training.models import llama_config
-from grass.training.optimizers import OptimizerConfig
+from grass.memory.llama import llama_config
+from grass.training.run.flags import from_flags
+from grass.training.run.optimizers import OptimizerConfig
 from tests.training.runs import PRETRAIN
 
 RECIPES = sorted((PRETRAIN.parent / "recipes").glob("pretrain_*.sh"))

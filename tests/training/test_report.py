@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from grass.training.report import measures, plot, read_run, summary
+from grass.training.run.report import measures, plot, read_run, summary
 
 main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "report.py"))["main"]
 

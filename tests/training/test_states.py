@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import grass
-from grass.training.models import build_llama, llama_config
-from grass.training.states import read_state, write_state
+from grass.memory.llama import llama_config
+from grass.training.run.models import build_llama
+from grass.training.run.states import read_state, write_state
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,10 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import grass
-from grass.training import checkpoint
-from grass.training.models import build_llama, llama_config
-from grass.training.weights import load_weights, read_weights, write_weights
+from grass.memory.llama import llama_config
+from grass.training.run import checkpoint
+from grass.training.run.models import build_llama
+from grass.training.run.weights import load_weights, read_weights, write_weights
 
 
 def llama(seed=0, **options):

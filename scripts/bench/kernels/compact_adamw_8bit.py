@@ -8,7 +8,7 @@ import torch
 from harness import DEVICE, Case, main, operands, picked, randn
 
 from grass import kernels
-from grass.moment_codes import BLOCK
+from grass.kernels.moment_codes import BLOCK
 
 # bytes per trained element, as the kernel's docstring counts them
 VARIANTS = {

@@ -1,0 +1,198 @@
+"""Compact mode under any ``torch.optim`` optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from grass.compact_mode.cycle import adopt, arm, choose_rows, layers_of, norms_for, prepare, resume
+from grass.compact_mode.layer import CompactLayer
+from grass.options import validate
+from grass.parallel.ranks import Ranks
+from grass.parallel.shards import local
+from grass.selection.exploration import explored_directions
+from grass.selection.projector import Projector
+from grass.state.moments import State, source_rows
+from grass.state.precision import rounding_key
+from grass.state.refresh import Carry, refresh_due
+
+
+def attach(
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    update_interval: int = 200,
+    selection: str = "uniform",
+    state_policy: str = "keep",
+    seed: int = 0,
+    refresh: str = "sketch",
+    sketch_size: int = 32,
+) -> Attachment:
+    """Let any optimizer train the active rows of a converted model, its ``step()`` unchanged.
+
+    After each step the rows are written back and, every ``update_interval`` steps, chosen anew, by a step post-hook::
+
+        grass.compact(model, rank=128)
+        optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad and p.ndim == 2])
+        attachment = grass.attach(optimizer, model)
+
+    Per-row state of the optimizer (every state tensor of the shape of the active rows) is zeroed at a refresh
+    (``state_policy="reset"``), or kept for rows chosen again (``"keep"``). The optimizer's own step counts go on.
+
+    Explored rows (:mod:`grass.selection.exploration`) move as far as the optimizer moves selected rows, in the
+    direction of their gradient, not by the optimizer's rule. Its state for them is zeroed in each step.
+
+    Args:
+        optimizer: holds the active rows of ``model``, all or some.
+        model: converted by :func:`grass.compact`.
+        update_interval: steps from one selection to the next.
+        selection: one of :func:`grass.available_rules`, without replacement.
+        state_policy: ``"reset"`` or ``"keep"``.
+        seed: of the sampling rules.
+        refresh: ``"sketch"`` or ``"exact"``.
+        sketch_size: columns of the sketch.
+
+    Returns:
+        The attachment, whose ``state_dict`` belongs into the checkpoint beside the optimizer's. Load it after the
+        model's and the optimizer's.
+
+    Raises:
+        ValueError: a value is out of range, or the optimizer holds no active rows of the model, holds some of another
+            model too, or writes them back already.
+    """
+    group = {
+        "update_interval": update_interval,
+        "selection": selection,
+        "replacement": False,
+        "state_policy": state_policy,
+        "seed": seed,
+        "refresh": refresh,
+        "sketch_size": sketch_size,
+    }
+    validate(group)
+    if state_policy not in ("reset", "keep"):
+        raise ValueError(f"Invalid {state_policy=}: must be 'reset' or 'keep' under another optimizer than GrassAdamW")
+    return Attachment(optimizer, model, group)
+
+
+class Attachment:
+    """Made by :func:`attach`. Holds the layers it serves and, per layer, the age of its selection.
+
+    Attributes:
+        process_group: the ranks that train the model together; ``None`` means all there are.
+    """
+
+    process_group: ProcessGroup | None = None
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, group: dict[str, Any]) -> None:
+        held = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        if getattr(optimizer, "writes_back_active_rows", False):
+            raise ValueError(f"{type(optimizer).__name__} writes active rows back already")
+        self.optimizer, self.group = optimizer, group
+        self.layers = {
+            name: layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, CompactLayer) and id(layer.active) in held
+        }
+        if not self.layers:
+            raise ValueError(
+                f"{type(optimizer).__name__} holds no active rows of the model: call grass.compact() before building it"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS) and any(layer.dim == 1 for layer in self.layers.values()):
+            raise ValueError(
+                "LBFGS flattens gradients by view(), which those of columns do not allow: convert with dim=0, and with "
+                "explore=0, because LBFGS moves all rows that it holds"
+            )
+        if len(layers_of(p for g in optimizer.param_groups for p in g["params"])) != len(self.layers):
+            raise ValueError(f"{type(optimizer).__name__} holds active rows of layers outside of the model too")
+        self.states: dict[str, State] = {}
+        for name, layer in self.layers.items():
+            self.states[name] = adopt(layer, {}, lambda old, new: None)
+            arm(layer, self.states[name], group)
+        optimizer.writes_back_active_rows = True  # type: ignore[attr-defined]
+        self._before: dict[str, Tensor] = {}
+        before, after = (
+            torch.compiler.disable(hook, reason="data decides the rows")  # type: ignore[no-untyped-call]
+            for hook in (self._before_step, self._after_step)
+        )
+        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+    def detach(self) -> None:
+        """Stop serving the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+        del self.optimizer.writes_back_active_rows  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, State]:
+        """Selections and their ages: tensors and plain numbers, by layer name."""
+        return {
+            name: {**state, "active": self.layers[name].selected_part(self.layers[name].active.detach()).clone()}
+            for name, state in self.states.items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, State]) -> None:
+        """Continue from :meth:`state_dict`."""
+        if state_dict.keys() != self.layers.keys():
+            raise ValueError(f"State for the layers {sorted(state_dict)}, but attached to {sorted(self.layers)}")
+        for index, (name, layer) in enumerate(self.layers.items()):
+            state = self.states[name] = dict(state_dict[name])
+            resume(layer, state, state.pop("active"), self.group, index)
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for name, layer in self.layers.items():
+            layer.sync()
+            if layer.reach:
+                self._before[name] = layer.rows().clone()
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        ranks = Ranks.of(self.process_group)
+        for index, (name, layer) in enumerate(self.layers.items()):
+            self.states[name]["step"] += 1
+            if name in self._before and layer.active.grad is not None:
+                self._explore(layer, self._before.pop(name), optimizer.state.get(layer.active, {}))
+            layer.write_back(rounding_key(self.group, index, self.states[name]["step"]))
+        due = {name: layer for name, layer in self.layers.items() if refresh_due(self.states[name], self.group)}
+        norms = dict(zip(due, norms_for(list(due.values()), self.group, ranks), strict=True))
+        for index, (name, layer) in enumerate(self.layers.items()):
+            if name in due:
+                carry = self._carry(optimizer.state.get(layer.active, {}), layer)
+                choose_rows(layer, norms[name], self.states[name], carry, self.group, index)
+            prepare(layer, self.states[name], self.group, index)
+        ranks.verify_selection([layer.selected for layer in due.values()])
+
+    def _explore(self, layer: CompactLayer, before: Tensor, rows_state: State) -> None:
+        """Replace the optimizer's move of explored rows by ours, and drop its state for them."""
+        assert layer.active.grad is not None
+        grad, rows = local(layer.active.grad), layer.rows()
+        update = layer.selected_part(before) - layer.selected_part(rows)
+        like = layer.explored_part(layer.active.grad)
+        unit, lengths = explored_directions(update, layer.selected_part(grad), local(like), layer.dim, like)
+        moved = unit * lengths.unsqueeze(1 - layer.dim) * layer.reach
+        layer.explored_part(rows).copy_(layer.explored_part(before) - moved)
+        for value in rows_state.values():
+            if isinstance(value, Tensor) and value.shape == layer.active.shape:
+                layer.explored_part(local(value)).zero_()
+
+    def _carry(self, rows_state: State, layer: CompactLayer) -> Carry:
+        """The state policy on whatever the optimizer keeps in the shape of the active rows."""
+
+        def carry(old: Projector | None, new: Projector) -> None:
+            shape = layer.active.shape
+            for value in rows_state.values():
+                if not isinstance(value, Tensor) or value.shape != shape:
+                    continue
+                selected = layer.selected_part(value)
+                if self.group["state_policy"] == "reset" or old is None:
+                    selected.zero_()
+                else:
+                    kept, source = source_rows(old, new, layer.shape[new.dim])
+                    rows = Projector(source, None, new.dim).gather(selected)
+                    selected.copy_(torch.where(new.along(kept), rows, 0.0))  # in place: compiled steps hold the tensor
+
+        return carry

@@ -1,0 +1,290 @@
+r"""Compact mode: convert a model so that its active rows are ordinary parameters, and back."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from grass.compact_mode.cycle import gathered_norms
+from grass.compact_mode.int8 import Int8Linear
+from grass.compact_mode.layer import LAYERS, CompactLayer, CompactLinear
+from grass.compact_mode.left_alone import left_alone
+from grass.options import check_value, resolve_rank
+from grass.parallel.ranks import Ranks
+from grass.selection.exploration import draw_explored, reach, resolve_explore
+from grass.selection.rules import select_rows
+from grass.targets import Targets, matched_modules, report_coverage
+
+logger = logging.getLogger("grass")
+
+
+def compact(
+    model: nn.Module,
+    *,
+    rank: int | float,
+    explore: int | float | None = None,
+    dim: int = 1,
+    targets: Targets = None,
+    exclude: Targets = (),
+    dtype: torch.dtype | None = None,
+    weights: str | None = None,
+    seed: int = 0,
+    calibration: Callable[[nn.Module], Tensor] | None = None,
+) -> list[str]:
+    """Convert linear layers in place: freeze their weights and make the selected rows of each a parameter.
+
+    Call it before the optimizer is built and before DDP, ``fully_shard`` or ``torch.compile``. Then ``layer.active``
+    trains: ``r`` selected rows with optimizer state and ``q`` explored rows without
+        (:mod:`grass.selection.exploration`). It is
+    ``(r + q, n)`` for ``dim=0`` and ``(m, r + q)`` for ``dim=1``. The gradient of the full weight is never formed.
+    ``model.state_dict()`` stays that of the plain model. The first rows are drawn uniformly with ``seed``. One line
+    tells the share of the parameters that is converted and names the weights that train at full rank: on the logger
+    ``grass``, or on stderr where logging is not configured.
+
+    A layer is passed over, with a log message, if its weight is shared with another module, is frozen, or is read by
+    the enclosing module itself, and if it is no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by PEFT). A layer
+    that was converted before with the same rank, explore and dim stays as it is.
+
+    Weights are stored so that the selected dimension is contiguous in memory: for ``dim=1`` an ``nn.Linear`` weight
+    becomes a transposed view, of the same shape and values.
+
+    Args:
+        model: any module.
+        rank: rows with optimizer state per weight, an integer or a fraction of the selected dimension.
+        explore: other rows that move in each step, a count or a fraction of the selected dimension, cut to the rows
+            that are left; 0 for none. ``None`` explores as many rows as are selected.
+        dim: 0 selects rows (output features), 1 columns (input features; these also save activation memory).
+        targets: as in :func:`grass.matched_modules`.
+        exclude: likewise; what matches both is left out.
+        dtype: of the active rows; ``torch.float32`` above bfloat16 weights keeps updates too small for these. Where
+            not given, the weight's own, float32 above int8.
+        weights: ``"int8"`` holds the frozen weights in 8 bits (:mod:`grass.compact_mode.int8`); ``None`` leaves them as
+            they are. ``state_dict`` then has ``weight_codes`` and scales, which plain models refuse:
+            :func:`grass.compact_mode.int8.plain_state_dict` makes one that they load.
+        seed: of the first selection.
+        calibration: a function that runs a batch through the model and returns its loss; if given, the first rows are
+            those whose gradient for it is largest.
+
+    Returns:
+        The names of the converted layers.
+
+    Raises:
+        ValueError: nothing matches or nothing can be converted; rank and explore beyond a dimension; a layer was
+            converted before with other values. The model is then as it was.
+    """
+    check_value("rank", rank)
+    check_value("explore", explore)
+    if rank is None or dim not in (0, 1):
+        raise ValueError(
+            f"Invalid {rank=} or {dim=}: compact mode needs a rank, and dim must be 0 (rows) or 1 (columns)"
+        )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"Invalid {dtype=}: must be a floating-point type, or None for the weight's own")
+    if weights not in (None, "int8"):
+        raise ValueError(f"Invalid {weights=}: must be 'int8', or None for the weights as they are")
+    layers = {name: model.get_submodule(name) for name in matched_modules(model, targets, exclude)}
+    reasons = left_alone(model)
+    ranks = {
+        name: _checked_ranks(name, layer, rank, explore, dim, weights)
+        for name, layer in layers.items()
+        if convertible(name, layer, reasons)
+    }
+    if not ranks:
+        raise ValueError(f"None of the layers matched can be converted: {', '.join(layers)}")
+    for index, (name, layer_ranks) in enumerate(ranks.items()):
+        if not isinstance(layers[name], CompactLayer):
+            _convert(layers[name], name, *layer_ranks, dim, dtype, weights, (seed, index))
+    _watch_optimizers()
+    if calibration is not None:
+        calibrate(model, calibration)
+    converted = [name for name, layer in model.named_modules() if isinstance(layer, CompactLayer)]
+    report_coverage(model, "converted", converted)
+    return list(ranks)
+
+
+def expand(model: nn.Module) -> list[str]:
+    """Undo :func:`compact`: the layers become plain and trainable again. Returns their names."""
+    names = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, CompactLayer):
+            names.append(name)
+            LAYERS.discard(layer)
+            layer.unconvert()
+            for attribute in ("active", "chosen", "dim", "sketch", "signs"):
+                delattr(layer, attribute)
+            for attribute in CONVERSION_ATTRIBUTES:
+                layer.__dict__.pop(attribute, None)
+            object.__setattr__(layer, "__class__", layer.plain_class)
+            layer.weight.data = layer.weight.data.contiguous()
+            layer.weight.requires_grad_(True)
+    return names
+
+
+def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
+    """Select the rows with the largest gradient of ``loss(model)``; parameter gradients are left as they were.
+
+    A layer that the loss does not depend on keeps its rows. Call it before the optimizer's first step, and in a
+    distributed run on every rank: gradients are averaged over all of them.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, CompactLayer)]
+    for layer in layers:
+        layer.begin_sketch(None)
+    sketches = [layer.sketch for layer in layers if layer.sketch is not None]
+    try:
+        with torch.enable_grad():
+            grads = torch.autograd.grad(loss(model), sketches, allow_unused=True)
+        for sketch, grad in zip(sketches, grads, strict=True):
+            sketch.grad = grad
+    finally:
+        norms = gathered_norms(layers, Ranks.of(None))
+    for layer, layer_norms in zip(layers, norms, strict=True):
+        if layer_norms.any():
+            layer.select(select_rows(layer_norms, layer.rank).indices)
+            layer.explore(first_explored(layer))
+
+
+def first_explored(layer: CompactLayer) -> Tensor:
+    """The rows that a layer explores before its first step."""
+    seed, place = layer.first_draw
+    return draw_explored(layer.selected, layer.shape[layer.dim], layer.explored.numel(), seed, place, 0)
+
+
+def convertible(name: str, layer: Any, reasons: Mapping[str, str] = MappingProxyType({})) -> bool:
+    """Whether :func:`compact` converts a layer that matches, or did; logs the reason where it does not.
+
+    Args:
+        name: of the layer.
+        layer: the module.
+        reasons: why layers must not be converted, by name (:func:`grass.compact_mode.left_alone.left_alone`).
+    """
+    if isinstance(layer, CompactLayer):
+        return True
+    if name in reasons:
+        logger.warning("Grass passes over %s: %s", name, reasons[name])
+        return False
+    if _compact_class(layer) is None:
+        logger.warning("Grass passes over %s: %s is no plain linear layer", name, type(layer).__name__)
+        return False
+    if not isinstance(layer.weight, nn.Parameter):
+        logger.warning("Grass passes over %s: its weight is no parameter but computed from others", name)
+        return False
+    if not layer.weight.requires_grad:
+        logger.warning("Grass passes over %s: its weight is frozen", name)
+        return False
+    return True
+
+
+def _checked_ranks(
+    name: str, layer: Any, rank: int | float, explore: int | float | None, dim: int, weights: str | None
+) -> tuple[int, int]:
+    """How many rows a layer selects and explores."""
+    cls: Any = type(layer) if isinstance(layer, CompactLayer) else _compact_class(layer)
+    size = layer.weight.shape[dim ^ cls.stores_transposed]
+    resolved = resolve_rank(rank, size)
+    if resolved > size:
+        raise ValueError(f"Invalid {rank=}: must be a fraction in (0, 1] or an integer up to {size} ({name}, {dim=})")
+    explored = resolve_explore(explore, resolved, size)
+    if resolved + explored > size:
+        raise ValueError(
+            f"Invalid {explore=}: must be a fraction or an integer up to {size - resolved} ({name}, {dim=})"
+        )
+    if isinstance(layer, CompactLayer):
+        was = layer.rank, layer.dim, layer.explored.numel(), layer.weights
+        asked = resolved, dim, explored, weights
+        if was != asked:
+            given, now = ("rank={}, dim={}, explore={}, weights={!r}".format(*values) for values in (was, asked))
+            raise ValueError(f"{name} was converted with {given}, not {now}; call grass.expand(model) first")
+    return resolved, explored
+
+
+def _convert(
+    layer: Any,
+    name: str,
+    rank: int,
+    explored: int,
+    dim: int,
+    dtype: torch.dtype | None,
+    weights: str | None,
+    first_draw: tuple[int, int],
+) -> None:
+    """Turn a plain layer into its :class:`CompactLayer`, keeping the module and its weight parameter."""
+    layer.weight.requires_grad_(False)
+    layer.__class__ = _compact_class(layer, weights)
+    matrix = layer.matrix().transpose(0, dim).contiguous().transpose(0, dim)
+    layer.label, layer.rank, layer.dim, layer.first_draw = name, rank, dim, first_draw
+    layer.reach = reach(matrix.shape[dim], rank, explored) if explored else 0.0
+    layer.sketch, layer.signs = None, None
+    layer.register_buffer(
+        "chosen", torch.empty(rank + explored, dtype=torch.int64, device=matrix.device), persistent=False
+    )
+    layer.chosen.copy_(layer.draw_first())
+    rows = layer.active_projector().gather(matrix)
+    layer.active = nn.Parameter(rows.to(dtype or (torch.float32 if weights else matrix.dtype)))
+    layer.store(matrix)
+    layer.mark_synced()
+    LAYERS.add(layer)
+
+
+CONVERSION_ATTRIBUTES = (
+    "norms",
+    "selections",
+    "first_draw",
+    "label",
+    "rank",
+    "reach",
+    "owner",
+    "_synced",
+    "_sharded",
+    "_probes",
+)
+"""What a conversion or training leaves in a layer's ``__dict__``, beside parameters and buffers."""
+
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before an optimizer's first step, and after more was converted: refuse what would train nothing, or in vain."""
+    if not LAYERS:
+        return
+    writes_back = getattr(optimizer, "writes_back_active_rows", False)
+    version = writes_back, LAYERS.additions, *(len(group["params"]) for group in optimizer.param_groups)
+    if _CHECKED.get(optimizer) == version:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for layer in LAYERS:
+        active, weight = layer._parameters.get("active"), layer._parameters.get("weight")  # past slow __getattr__
+        if id(active) not in held and id(weight) in held:
+            raise RuntimeError(
+                "This optimizer was built before grass.compact() converted the model and holds none of its active "
+                "rows: build the optimizer after the conversion"
+            )
+        if id(active) in held and not writes_back:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} would train active rows that never reach the model's weights: use "
+                "grass.GrassAdamW, or call grass.attach(optimizer, model) once after building this one"
+            )
+    _CHECKED[optimizer] = version
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _compact_class(module: nn.Module, weights: str | None = None) -> type[CompactLayer] | None:
+    """The converted counterpart of a module's class, with int8 weights if asked; ``None`` where there is none."""
+    if type(module) is nn.Linear:
+        return Int8Linear if weights == "int8" else CompactLinear
+    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+        from grass.compact_mode.conv1d import CompactConv1D, Int8Conv1D
+
+        return Int8Conv1D if weights == "int8" else CompactConv1D
+    return None

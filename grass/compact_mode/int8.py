@@ -1,0 +1,144 @@
+r"""Converted layers whose frozen weight has 8 bits (:mod:`grass.compact_mode.weight_codes`).
+
+Rows are quantised along the dimension in which they are selected, so a step changes the codes and scales of the active
+rows only. The selected rows are exact values (float32 unless told otherwise) and are written back with stochastic
+rounding; a row is rounded once when it is deselected. Explored rows are decoded, moved and quantised again in each step
+in which they are drawn, also with stochastic rounding. Forward and backward form one layer's weight in the dtype of
+their input at a time.
+
+A ``state_dict`` holds the codes under ``weight_codes`` and no ``weight``, so that a plain model misses its weights
+instead of taking codes for them. :func:`plain_state_dict` makes one that plain models load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grass.compact_mode.layer import CompactLayer, CompactLinear
+from grass.compact_mode.weight_codes import decode_weight, encode_weight
+from grass.selection.projector import Projector
+
+
+class Int8Weight(CompactLayer):
+    """Overrides what a converted layer does with its weight.
+
+    Attributes:
+        weight: int8 codes; ``weight_codes`` in a ``state_dict``.
+        weight_scale: float32, one for each row or column, whatever the model is cast to.
+        plain_dtype: of the weight before conversion and after :func:`grass.expand`.
+    """
+
+    weights = "int8"
+    weight_scale: Tensor
+    plain_dtype: torch.dtype
+
+    def store(self, matrix: Tensor) -> None:
+        """Quantise ``matrix (m, n)`` to nearest and hold it in place of the weight."""
+        codes, scale = encode_weight(matrix, self.dim)
+        self.plain_dtype = matrix.dtype
+        self.set_matrix(codes)
+        self.register_buffer("weight_scale", scale)
+
+    @property
+    def weight_codes(self) -> Tensor:
+        """The weight by the name that its codes have in a ``state_dict``, which distributed checkpoint looks up."""
+        codes: Tensor = self.weight
+        return codes
+
+    def scale(self) -> Tensor:
+        """One number per row or column."""
+        return self.weight_scale
+
+    def gather(self, projector: Projector) -> Tensor:
+        """The chosen rows as the codes have them, float32."""
+        codes, scale = projector.gather(self.matrix()), self.weight_scale[projector.indices]
+        return decode_weight(codes, scale, self.dim, torch.float32)
+
+    @torch.no_grad()
+    def write_back(self, key: int | None = None) -> None:
+        """Quantise the active rows into the weight."""
+        codes, scale = encode_weight(self.active.detach(), self.dim, key)
+        self.active_projector().scatter_(self.matrix(), codes)
+        self.weight_scale[self.chosen] = scale
+
+    def holds_active(self) -> bool:
+        """Whether the weight's rows are the active rows within one step of their codes."""
+        steps = self.weight_scale[self.chosen].unsqueeze(1 - self.dim)
+        return bool(((self.gather(self.active_projector()) - self.active).abs() <= steps).all())
+
+    def _changed_unseen(self) -> bool:
+        """Codes do not hold the exact values, so all rows are compared."""
+        if self._probes == 0:
+            return False
+        if self._probes > 0:
+            self._probes -= 1
+        return not self.holds_active()
+
+    def decay_(self, factor: float, key: int | None = None) -> None:
+        """``W <- factor W``, exactly: in the scales."""
+        self.weight_scale.mul_(factor)
+
+    @torch.no_grad()
+    def plain_matrix(self) -> Tensor:
+        """``W (m, n)`` in the dtype before conversion, the active rows to the last bit that it holds."""
+        matrix = decode_weight(self.matrix(), self.weight_scale, self.dim, self.plain_dtype)
+        self.active_projector().scatter_(matrix, self.active.detach())
+        return matrix
+
+    def unconvert(self) -> None:
+        """Hold plain values again."""
+        self.set_matrix(self.plain_matrix())
+        del self.weight_scale, self.plain_dtype
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Weight:
+        """Casts of the model leave the scales as they are: half precision would lose a bit of every weight."""
+        scale = self.weight_scale
+        super()._apply(fn, recurse)
+        if self.weight_scale.dtype != scale.dtype:
+            self.plain_dtype = self.weight_scale.dtype
+            self.weight_scale = scale.to(self.weight_scale.device)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight_codes"] = destination.pop(f"{prefix}weight")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes codes and scales, or the weight of a plain model, which is then quantised."""
+        state_dict, plain = dict(state_dict), None
+        if f"{prefix}weight_codes" in state_dict:
+            state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}weight_codes")
+        elif f"{prefix}weight" in state_dict:
+            weight = state_dict[f"{prefix}weight"].to(self.weight.device)
+            plain = weight.t() if self.stores_transposed else weight
+            codes, state_dict[f"{prefix}weight_scale"] = encode_weight(plain, self.dim)
+            state_dict[f"{prefix}weight"] = codes.t() if self.stores_transposed else codes
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if plain is not None:
+            with torch.no_grad():
+                self.active.copy_(self.active_projector().gather(plain))
+
+
+class Int8Linear(Int8Weight, CompactLinear):
+    """A converted ``nn.Linear`` whose weight has 8 bits."""
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """``model.state_dict()`` with plain weights in place of codes and scales, for models that were never converted.
+
+    The plain weights are formed layer by layer and go to host memory; the model stays as it is and may train on.
+    :func:`grass.expand` converts the model itself. Without int8 layers it is the ``state_dict``.
+    """
+    state: dict[str, Tensor] = model.state_dict()
+    for name, layer in model.named_modules():
+        if isinstance(layer, Int8Weight):
+            prefix = f"{name}." if name else ""
+            for key in ("weight_codes", "weight_scale"):
+                del state[prefix + key]
+            matrix = layer.plain_matrix()
+            state[f"{prefix}weight"] = (matrix.t() if layer.stores_transposed else matrix).cpu().contiguous()
+    return state

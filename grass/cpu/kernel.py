@@ -1,0 +1,204 @@
+"""The CPU kernel behind ``GrassAdamW(..., fused=None)``: compiled on first use, cached by its source.
+
+Torch's operators read the chosen rows once to gather, again to step and again to scatter; at the memory bandwidth of a
+CPU that is what a step costs. ``kernel.cpp`` does it in one pass, for many weights in one call, so that Python only
+has to check and to list the tensors of each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import math
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("grass")
+
+SOURCES = [Path(__file__).with_name(name) for name in ("kernel.cpp", "explored.cpp", "kernel.h")]
+ROUNDING = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")  # chosen rows round alike in every loop
+FLAGS = ("-O3", "-march=native", *ROUNDING, "-fopenmp", "-fPIC", "-shared", "-std=c++17")
+_WEIGHT = struct.Struct("10P6q4d")  # struct Weight in the source
+
+
+class Explored(Protocol):
+    """What moves without state: :class:`grass.stepping.rows.Explored`."""
+
+    grad: Tensor
+    reach: float
+    indices: Tensor | None
+    values: Tensor | None
+
+
+class Batch:
+    """Weights whose selected and explored rows one call of the kernel steps.
+
+    Args:
+        fused: ``None`` takes weights if the kernel can be had, ``True`` insists on it, ``False`` takes none.
+    """
+
+    def __init__(self, fused: bool | None) -> None:
+        self._fused = fused
+        self._weights: list[bytes] = []
+
+    def add(
+        self,
+        weight: Tensor | None,
+        indices: Tensor,
+        dim: int,
+        grad: Tensor,
+        values: Tensor | None,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        row_steps: Tensor | int,
+        step_size: float,
+        shrink: float,
+        *,
+        explored: Explored | None = None,
+    ) -> bool:
+        """Take a weight if its tensors are float32 on the CPU, all row-major or all column-major.
+
+        The arguments are those of :func:`grass.kernels.compact_adamw_`, ``values`` its ``rows``; with these ``weight``
+        may be ``None``. Rows that are ``explored`` move too (:mod:`grass.selection.exploration`); active ones only if
+        the values of a row are neighbours in memory. Tensors must live until :meth:`run`.
+
+        Raises:
+            RuntimeError: ``fused=True``, and there is no compiler or it fails.
+        """
+        own = (None, None) if explored is None or values is None else (explored.grad, explored.values)
+        tensors = [t for t in (weight, grad, values, exp_avg, exp_avg_sq, *own) if t is not None]
+        transposed = _layout(tensors, self._fused)
+        if transposed is None:
+            return False
+        in_rows = dim == transposed  # the values of a row are neighbours in memory
+        if explored is not None and values is not None and not in_rows:
+            return False
+        self._weights.append(
+            _WEIGHT.pack(
+                _address(weight),
+                grad.data_ptr(),
+                _address(values),
+                exp_avg.data_ptr(),
+                exp_avg_sq.data_ptr(),
+                indices.data_ptr(),
+                row_steps.data_ptr() if isinstance(row_steps, Tensor) else 0,
+                0 if explored is None else _address(explored.indices),
+                _address(own[0]),
+                _address(own[1]),
+                exp_avg.shape[dim],
+                exp_avg.shape[1 - dim],
+                exp_avg.shape[dim] if weight is None else weight.shape[dim],
+                in_rows,
+                explored is not None,
+                0 if explored is None or explored.indices is None else explored.indices.numel(),
+                0.0 if explored is None else explored.reach,
+                0 if isinstance(row_steps, Tensor) else row_steps,
+                step_size,
+                shrink,
+            )
+        )
+        return True
+
+    def run(self, *, betas: tuple[float, float], eps: float, maximize: bool) -> None:
+        """Step all weights taken."""
+        if not self._weights:
+            return
+        numbers = 1 - betas[0], betas[1], 1 - betas[1], eps, -1.0 if maximize else 1.0
+        library().step(b"".join(self._weights), len(self._weights), *_logs(betas), *numbers, torch.get_num_threads())
+
+
+def _layout(tensors: list[Tensor], fused: bool | None) -> bool | None:
+    """As :func:`_transposed`; ``None`` also where the kernel is not wanted or cannot be had."""
+    transposed = None if fused is False else _transposed(tensors)
+    return transposed if transposed is not None and (library() if fused else at_hand()) else None
+
+
+def _transposed(tensors: list[Tensor]) -> bool | None:
+    """Whether all are column-major, rather than all row-major; ``None`` where the kernel does not take them."""
+    for t in tensors:
+        if type(t) is not Tensor or t.dtype is not torch.float32 or not t.is_cpu:
+            return None
+    for t in tensors:
+        if not t.is_contiguous():
+            break
+    else:
+        return False
+    for t in tensors:
+        if t.stride() != (1, t.shape[0]):
+            return None
+    return True
+
+
+def _logs(betas: tuple[float, float]) -> list[float]:
+    return [math.log(beta) if beta > 0 else -math.inf for beta in betas]
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+@functools.cache
+def at_hand() -> bool:
+    """Whether the kernel can be had; says once why not."""
+    try:
+        library()
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        logger.warning("GrassAdamW steps CPU weights by torch's operators, which is slower: %s", error)
+        return False
+    return True
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernel, from the cache of this user and machine or built with ``$CXX``, ``g++`` or ``clang++``.
+
+    Raises:
+        RuntimeError: there is no compiler, or it fails.
+    """
+    compiler = next(filter(None, map(shutil.which, [os.environ.get("CXX", ""), "g++", "clang++"])), None)
+    if compiler is None:
+        raise RuntimeError("the kernel needs a C++ compiler (g++ or clang++, or $CXX); fused=False does without")
+    built = _cache_directory() / f"cpu_kernel_{_fingerprint(compiler)}.so"
+    if not built.exists():
+        _build(compiler, built)
+    kernel = ctypes.CDLL(str(built))
+    real = ctypes.c_float
+    kernel.step.argtypes = [ctypes.c_char_p, ctypes.c_int64, *[ctypes.c_double] * 2, *[real] * 5, ctypes.c_int]
+    kernel.step.restype = None
+    return kernel
+
+
+def _build(compiler: str, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+        output = Path(directory) / target.name
+        command = [compiler, *FLAGS, *map(str, SOURCES[:2]), "-o", str(output)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")
+        output.replace(target)  # atomic: several processes may build at once
+
+
+def _cache_directory() -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grass"
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return root
+
+
+def _fingerprint(compiler: str) -> str:
+    """Changes with the source, the flags, the compiler and the processor that ``-march=native`` stands for."""
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    parts = [*(source.read_text() for source in SOURCES), *FLAGS, compiler, platform.machine(), flags]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,55 @@
+"""LLaMA sizes of the GaLore and Grass papers; importing this module imports transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import LlamaConfig
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """Dimensions of a LLaMA, without its vocabulary."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+
+
+LLAMA_SHAPES = {
+    "1m": LlamaShape(128, 352, 4, 4),  # the body of 9m; 0.87 million parameters with a byte vocabulary
+    "9m": LlamaShape(128, 352, 4, 4),
+    "9m-wide": LlamaShape(320, 864, 7, 5),  # as many parameters, in the body: 8.8 million with a byte vocabulary
+    "60m": LlamaShape(512, 1376, 8, 8),
+    "130m": LlamaShape(768, 2048, 12, 12),
+    "350m": LlamaShape(1024, 2736, 24, 16),
+    "1b": LlamaShape(2048, 5461, 24, 32),
+    "7b": LlamaShape(4096, 11008, 32, 32),
+    "13b": LlamaShape(5120, 13824, 40, 40),
+}
+"""Shapes by name; the names count a vocabulary of 32,000 tokens, but for ``1m`` and ``9m-wide``."""
+
+
+def llama_config(shape: str | LlamaShape, *, vocab_size: int, max_seq_len: int) -> LlamaConfig:
+    """The ``transformers`` configuration of one of :data:`LLAMA_SHAPES`, by name, or of another shape.
+
+    Embeddings are untied as in the papers.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if isinstance(shape, str):
+        if shape not in LLAMA_SHAPES:
+            raise ValueError(f"Unknown model {shape!r}; available: {', '.join(LLAMA_SHAPES)}")
+        shape = LLAMA_SHAPES[shape]
+    return LlamaConfig(
+        **vars(shape),
+        vocab_size=vocab_size,
+        max_position_embeddings=max_seq_len,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )

@@ -1,0 +1,1 @@
+"""The processes, shards and threads that train one model together."""

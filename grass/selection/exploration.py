@@ -1,0 +1,104 @@
+r"""Explored rows: in every step some of the rows without Adam state move along their gradient.
+
+Of the ``n`` rows of a weight (``dim=1``: columns), ``r`` are selected and have Adam state. In every step ``q`` of the
+others are drawn at random. With ``D`` the AdamW direction of the selected rows and ``G`` the gradient::
+
+    phi_j = |D[:, j]| / |G[sigma, j]|                      AdamW's scaling of column j, measured on the selected rows
+    U_i   = phi * G_i                                      of an explored row i
+    W_i  <- W_i - lr scale reach U_i / |U_i| mean_k |D_k|
+
+An explored row moves ``reach = sqrt((n - r) / q)`` times as far as the selected rows do on average, because it rests in
+other steps. With ``q = n - r`` every row moves and ``reach`` is 1. No state is kept. Scaling the rest of the gradient
+like its low-rank part is Fira's idea (Chen et al., 2024, arXiv 2410.01623, section 4); setting each row's length, and
+drawing the rows, are ours. ``docs/quality.md`` has the measurements.
+
+The draw follows from seed, parameter and step: ranks agree on it without communication, and a resumed run repeats it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grass.kernels import row_norms
+from grass.parallel.shards import summed
+from grass.selection.draws import draw_generator
+
+
+def resolve_explore(explore: int | float | None, rank: int, size: int) -> int:
+    """Rows to explore in each step.
+
+    Args:
+        explore: a count, a fraction of ``size``, or ``None`` for as many as are selected. A fraction is cut to the
+            ``size - rank`` rows that are not selected, so that ``1.0`` means all of them.
+        rank: selected rows.
+        size: all rows.
+    """
+    if isinstance(explore, (float, np.floating)):
+        return min(max(round(float(explore) * size), int(explore > 0)), size - rank)
+    return min(rank, size - rank) if explore is None else int(explore)
+
+
+def reach(size: int, rank: int, count: int) -> float:
+    """``sqrt((n - r) / q)``, the inverse root of the share of steps in which a row is explored; 1 if all others move.
+
+    It has two uses. An explored row moves so many times as far as a selected one: moves in random directions then add
+    up to the same distance as moves in every step. And its gradient is multiplied by it: the squared norm of selected
+    and explored rows then has the whole gradient's as its expectation, so a clipping threshold keeps its meaning. The
+    length of the move is set, so the second use does not change it.
+    """
+    return math.sqrt((size - rank) / count)
+
+
+def draw_explored(selected: Tensor, size: int, count: int, seed: int, parameter: int, step: int) -> Tensor:
+    """Draw ``count`` of the rows that are not ``selected``, uniformly without replacement.
+
+    Args:
+        selected: int64 ``(r,)``, distinct, on any device.
+        size: all rows.
+        count: at most ``size - r``.
+        seed: of the optimizer.
+        parameter: the parameter's place among all groups.
+        step: steps that this parameter has taken.
+
+    Returns:
+        int64 ``(count,)``, ascending, on the device of ``selected``.
+    """
+    generator = draw_generator(seed, parameter, "explore", step)
+    keys = torch.rand(size, generator=generator, dtype=torch.float32).to(selected.device)
+    return keys.index_fill_(0, selected, -1.0).topk(count).indices.sort().values
+
+
+def explored_directions(
+    direction: Tensor, grad: Tensor, explored_grad: Tensor, dim: int, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Which way explored rows move, ``U``, and the factors that make them as long as the selected rows' mean.
+
+    Args:
+        direction: ``D (r, n)`` of the selected rows, or ``(m, r)``.
+        grad: their gradient, of the same shape.
+        explored_grad: the gradient of explored rows, ``(q, n)`` or ``(m, q)``.
+        dim: 0 for rows, 1 for columns.
+        like: the gradient as it is sharded over the ranks; lengths are summed over them.
+
+    Returns:
+        ``U`` and ``mean_k |D_k| / |U_i|``, ``(q,)``, 0 where ``U_i`` is zero.
+    """
+    phi = _quotients(_norms(direction, 1 - dim), _norms(grad, 1 - dim))
+    unit = explored_grad * phi.unsqueeze(dim)
+    squares = torch.cat([_norms(unit, dim), _norms(direction, dim)]).square()
+    lengths, selected = torch.split(summed(squares, like).sqrt(), [unit.shape[dim], direction.shape[dim]])
+    return unit, _quotients(selected.mean(), lengths)
+
+
+def _norms(matrix: Tensor, dim: int) -> Tensor:
+    norms: Tensor = row_norms(matrix, dim)
+    return norms
+
+
+def _quotients(norms: Tensor, by: Tensor) -> Tensor:
+    """0 where it would be divided by nothing."""
+    return torch.where(by > 0, norms / by, 0.0)

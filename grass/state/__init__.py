@@ -1,0 +1,1 @@
+"""Adam's moments of the selected rows: what is stored, how precisely, and what a refresh does to it."""

@@ -1,0 +1,134 @@
+"""Swaps with the moments bank, at the time that suits the device and among the ranks that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grass.parallel.background import Background
+from grass.parallel.ranks import Ranks
+from grass.state.bank import Share, Swap
+from grass.state.moments import Moments
+
+BATCH = 64 * 2**20
+"""Bytes that come from other ranks at a time: enough to pay for the call, little beside a model's gradients."""
+
+Held = tuple[Swap, AbstractContextManager[Any]]
+
+
+class BankExchange:
+    """The swaps of one step of a parameter group.
+
+    A rank's own bank is swapped with in the ``background``, if there is one, else at once. A bank shared among ranks is
+    swapped with in :meth:`finish`, for all weights together: an exchange in another thread could get out of step with
+    the all-reduces of the next backward.
+
+    Args:
+        ranks: that share the bank; ``Ranks(None)`` where each has one of its own.
+        background: where swaps may go on beside the next forward.
+    """
+
+    def __init__(self, ranks: Ranks, background: Background | None = None) -> None:
+        self.ranks, self.background = ranks, background
+        self._waiting: list[Held] = []
+
+    @classmethod
+    def of(cls, group: dict[str, Any], ranks: Ranks, background: Background | None = None) -> BankExchange:
+        """That of a parameter group."""
+        return cls(ranks if shares_bank(group) else Ranks(None), background)
+
+    def share(self, size: int) -> Share:
+        """This process's share of ``size`` rows."""
+        return Share.of(size, self.ranks)
+
+    def swap(self, swap: Swap, moments: AbstractContextManager[Any]) -> None:
+        """Carry out a swap, now or later, with its state's moments in full precision within ``moments``."""
+
+        def work() -> None:
+            with moments:
+                swap.leave()
+                swap.enter(None if swap.opens else swap.withdraw())
+
+        if self.ranks.group is not None and not swap.opens:
+            self._waiting.append((swap, moments))
+        elif self.background is None or swap.opens:
+            work()
+        else:
+            self.background.run(work, swap.state, swap.weight.device)
+
+    def finish(self) -> None:
+        """Carry out those that wait for the other ranks.
+
+        Raises:
+            RuntimeError: on every rank, if they have not selected the same rows.
+        """
+        waiting, self._waiting = self._waiting, []
+        self.ranks.verify_selection([swap.new.indices for swap, _ in waiting])  # on which the sizes depend
+        for batch in _batches(waiting):
+            with ExitStack() as stack:
+                for swap, moments in batch:
+                    stack.enter_context(moments)
+                    swap.leave()
+                swaps = [swap for swap, _ in batch]
+                for swap, entering in zip(swaps, self._brought(swaps), strict=True):
+                    swap.enter(entering)
+
+    def _brought(self, swaps: list[Swap]) -> list[Moments]:
+        """What enters each selection, from whichever ranks hold it, in one exchange."""
+        counts = [torch.bincount(swap.owners, minlength=swap.share.ranks).tolist() for swap in swaps]
+        sizes = [
+            [count * swap.row_bytes for count, swap in zip(of_rank, swaps, strict=True)]
+            for of_rank in zip(*counts, strict=True)
+        ]
+        own = torch.cat([part for swap in swaps for part in _packed(swap.withdraw(), swap.new.dim)])
+        device = swaps[0].weight.device
+        parts = self.ranks.gather(own.to(device), [sum(of_rank) for of_rank in sizes])
+        split = [torch.split(part, of_rank) for part, of_rank in zip(parts, sizes, strict=True)]
+        return [
+            _joined([_unpacked(piece, swap) for piece in pieces], swap.new.dim)
+            for swap, pieces in zip(swaps, zip(*split, strict=True), strict=True)
+        ]
+
+
+def shares_bank(group: dict[str, Any]) -> bool:
+    """Whether the ranks divide the bank of a group among them. That of a sharded weight is sharded as the weight is."""
+    return bool(group["shard_bank"]) and not any(hasattr(p, "to_local") for p in group["params"])
+
+
+def _batches(waiting: list[Held]) -> Iterator[list[Held]]:
+    """Split into parts of at most :data:`BATCH` bytes, or one weight."""
+    batch: list[Held] = []
+    size = 0
+    for item in waiting:
+        more = item[0].row_bytes * item[0].entering.numel()
+        if batch and size + more > BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += more
+    if batch:
+        yield batch
+
+
+def _packed(moments: Moments, dim: int) -> list[Tensor]:
+    """As bytes: first moments row by row, then second ones, then step counts."""
+    rows = [moments.exp_avg.movedim(dim, 0), moments.exp_avg_sq.movedim(dim, 0), moments.steps]
+    return [part.flatten().view(torch.uint8) for part in rows]
+
+
+def _unpacked(data: Tensor, swap: Swap) -> Moments:
+    """The inverse of :func:`_packed`."""
+    dim, dtype = swap.new.dim, swap.state["bank_exp_avg"].dtype
+    rows, width = data.numel() // swap.row_bytes, swap.weight.shape[1 - swap.new.dim]
+    size = rows * width * dtype.itemsize
+    exp_avg, exp_avg_sq = (part.clone().view(dtype).view(rows, width) for part in data[: 2 * size].view(2, size))
+    return Moments(exp_avg.movedim(0, dim), exp_avg_sq.movedim(0, dim), data[2 * size :].clone().view(torch.float32))
+
+
+def _joined(parts: list[Moments], dim: int) -> Moments:
+    exp_avg, exp_avg_sq, steps = map(list, zip(*parts, strict=True))
+    return Moments(torch.cat(exp_avg, dim), torch.cat(exp_avg_sq, dim), torch.cat(steps))

@@ -1,0 +1,47 @@
+"""How :class:`grass.GrassAdamW` steps the parameters of one group, each in one of three ways.
+
+=============  ==================================================================
+``plain``      at full rank, as torch's AdamW does
+``projected``  by rows chosen from the full gradient (dense mode)
+``active``     by rows that are parameters themselves (compact mode)
+=============  ==================================================================
+
+The last two end in the same arithmetic on chosen rows, :mod:`grass.stepping.rows`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from grass.compact_mode.layer import CompactLayer
+from grass.options import is_projected
+from grass.stepping.compact import step_active
+from grass.stepping.dense import step_projected
+from grass.stepping.group import GroupStep, Member, is_half
+from grass.stepping.plain import step_device, step_plain, step_rounded
+
+__all__ = ["GroupStep", "Member", "step_device", "step_group"]
+
+
+def step_group(
+    step: GroupStep, members: list[Member], layers: dict[int, CompactLayer], given_norms: dict[Tensor, Tensor]
+) -> None:
+    """Step those parameters of a group that have gradients.
+
+    Args:
+        step: what they share.
+        members: the parameters.
+        layers: converted layers by the ``id`` of their active rows.
+        given_norms: by what to choose rows of a parameter, where not by its gradient; taken out.
+    """
+    active = [m for m in members if id(m.parameter) in layers]
+    dense = [m for m in members if id(m.parameter) not in layers] if active else members
+    projected = [m for m in dense if is_projected(m.parameter, step.group)]
+    plain = [m for m in dense if not is_projected(m.parameter, step.group)]
+    rounds = step.group["stochastic_rounding"]
+    step_projected(step, projected, given_norms)
+    for member in plain:
+        if rounds and is_half(member.parameter.dtype):
+            step_rounded(step, member)
+    step_plain(step, [m for m in plain if not (rounds and is_half(m.parameter.dtype))])
+    step_active(step, [(m, layers[id(m.parameter)]) for m in active])

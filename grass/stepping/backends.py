@@ -1,0 +1,99 @@
+"""The arithmetic on chosen rows, by the best of three implementations.
+
+==============================  ===================================================================================
+:mod:`grass.kernels`            in one pass by Triton on CUDA; weights and moments of narrow precision, anywhere
+:mod:`grass.cpu.kernel`         float32 on the CPU, in one pass: all weights of a group in one call of compiled C++
+:mod:`grass.stepping.operators`    everything else, by torch's operators
+==============================  ===================================================================================
+
+The second also moves the explored rows, weight by weight; elsewhere :mod:`grass.stepping.explored` does, at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grass import kernels
+from grass.cpu import kernel as cpu_kernel
+from grass.kernels.dispatch import runs_triton, wants_triton
+from grass.stepping.explored import step_explored
+from grass.stepping.group import GroupStep, Numbers, is_half
+from grass.stepping.operators import step_by_operators
+from grass.stepping.rows import Rows
+
+
+def step_rows(step: GroupStep, every: list[Rows]) -> None:
+    """Step rows, whose counts include this step, and write them into their weights; then the explored ones."""
+    batch, rest, exploring = cpu_kernel.Batch(step.group["fused"]), [], []
+    triton: dict[str, bool] = {}
+    for rows in every:
+        numbers, state = _numbers(step, rows), rows.state
+        at_once = rows.explored is not None and type(rows.explored.grad) is Tensor  # all of it is here
+        if _takes_kernel(step, rows, triton):
+            _step_by_kernel(step, rows, numbers)
+        elif rows.scale is None and batch.add(
+            rows.weight,
+            rows.indices,
+            rows.dim,
+            rows.grad,
+            rows.values,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            *numbers,
+            explored=rows.explored if at_once else None,
+        ):
+            if at_once:
+                continue
+        else:
+            rest.append((rows, numbers))
+        if rows.explored is not None:
+            exploring.append((rows, numbers))
+    batch.run(**step.adam)
+    step_by_operators(step, rest)
+    for rows, numbers in exploring:
+        step_explored(step, rows, numbers)
+
+
+def _numbers(step: GroupStep, rows: Rows) -> Numbers:
+    numbers = step.numbers(rows.state)
+    if rows.values is None and step.group["decay"] == "all":  # done, with the rest of the weight
+        return numbers._replace(shrink=1.0)
+    return numbers
+
+
+def _takes_kernel(step: GroupStep, rows: Rows, triton: dict[str, bool]) -> bool:
+    """Whether rows go through :func:`grass.kernels.compact_adamw_`; ``triton`` remembers which devices do."""
+    values, group = rows.stepped(), step.group
+    if rows.scale is not None or type(values) is not Tensor:
+        return False
+    if group["moment_dtype"] != "float32" or (group["stochastic_rounding"] and is_half(values.dtype)):
+        return True
+    device = values.device.type
+    if device not in triton:
+        triton[device] = wants_triton(device)
+    return triton[device] and bool(runs_triton("compact_adamw_", values, rows.grad))
+
+
+def _step_by_kernel(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
+    """Step by the kernel for the precision of the moments, which it rounds and stores itself."""
+    weight, indices, values, state = rows.weight, rows.indices, rows.values, rows.state
+    if weight is None:  # the values themselves are stepped, each where it is
+        assert values is not None
+        weight, values, indices = values, None, torch.arange(indices.numel(), device=indices.device)
+    coded = "exp_avg_scale" in state
+    names = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale") if coded else ("exp_avg", "exp_avg_sq")
+    kernel = kernels.compact_adamw_8bit_ if coded else kernels.compact_adamw_
+    kernel(
+        weight,
+        indices,
+        rows.grad,
+        *(state[name] for name in names),
+        dim=rows.dim,
+        rows=values,
+        gather_grad=rows.values is None,
+        key=step.value_key(rows.index, state),
+        moment_key=step.key(rows.index, state) if coded or state["exp_avg"].dtype == torch.bfloat16 else None,
+        **numbers._asdict(),
+        **step.adam,
+    )

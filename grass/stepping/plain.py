@@ -1,0 +1,113 @@
+"""Parameters at full rank: AdamW by torch's own implementation, or with stochastic rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from grass.kernels import compact_adamw_
+from grass.kernels.layout import is_dense
+from grass.options import as_matrix
+from grass.parallel.shards import local
+from grass.stepping.group import GroupStep, Member, is_half
+
+
+def step_plain(step: GroupStep, members: list[Member]) -> None:
+    """Step parameters as ``torch.optim.AdamW`` does."""
+    if not members:
+        return
+    for member in members:
+        _begin(step, member)
+    torch_adamw(
+        step,
+        [local(m.parameter) for m in members],
+        [local(m.grad) for m in members],
+        [local(m.state["exp_avg"]) for m in members],
+        [local(m.state["exp_avg_sq"]) for m in members],
+        [m.state["step"] for m in members],
+        step.group["lr"],
+        step.group["weight_decay"],
+    )
+
+
+def step_rounded(step: GroupStep, member: Member) -> None:
+    """Step a half-precision parameter, its moments in its precision, all rounded stochastically."""
+    _begin(step, member)
+    p, grad, state, index = member
+    state["step"] += 1
+    key, age = step.key(index, state), float(state["step"])
+    parts = [local(t.detach()) for t in (p, grad, state["exp_avg"], state["exp_avg_sq"])]
+    weight, *rest = (as_matrix(t) if t.ndim > 1 else t.reshape(1, -1) for t in parts)
+    every = torch.arange(weight.shape[0], device=weight.device)
+    numbers = {"step_size": step.lr, "shrink": 1 - step.lr * step.group["weight_decay"]}
+    compact_adamw_(weight, every, *rest, age, **numbers, **step.adam, key=key, moment_key=key)
+    for part, stepped in ((parts[0], weight), (parts[2], rest[1]), (parts[3], rest[2])):
+        if part.data_ptr() != stepped.data_ptr():  # a copy: channels_last
+            part.copy_(stepped.view(part.shape))
+
+
+def torch_adamw(
+    step: GroupStep,
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    lr: float | Tensor,
+    weight_decay: float,
+) -> None:
+    """AdamW by torch's fused implementation where it is right (CPU, CUDA), else by another; counts ``steps``."""
+    columns = params, grads, exp_avgs, exp_avg_sqs, steps
+    allowed = step.group["fused"] is not False and not step.group["foreach"]
+    flags = [allowed and _takes_fused(*row) for row in zip(*columns[:4], strict=True)]
+    for fused in set(flags):
+        parts = [[t for t, flag in zip(column, flags, strict=True) if flag == fused] for column in columns]
+        adamw(
+            parts[0],
+            parts[1],
+            parts[2],
+            parts[3],
+            [],
+            parts[4],
+            fused=fused or None,
+            foreach=None if fused else step.group["foreach"],
+            amsgrad=False,
+            beta1=step.group["betas"][0],
+            beta2=step.group["betas"][1],
+            lr=lr if fused else float(lr),
+            weight_decay=weight_decay,
+            eps=step.group["eps"],
+            maximize=step.group["maximize"],
+        )
+
+
+def step_device(p: Tensor, group: dict[str, Any]) -> torch.device | str:
+    """Where torch's AdamW, or the step with stochastic rounding, wants the step count of a plain parameter."""
+    return p.device if _has_fused_adamw(p) and not (group["stochastic_rounding"] and is_half(p.dtype)) else "cpu"
+
+
+def _begin(step: GroupStep, member: Member) -> None:
+    p, state = member.parameter, member.state
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=step_device(p, step.group))
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+def _has_fused_adamw(p: Tensor) -> bool:
+    return p.device.type in ("cpu", "cuda")
+
+
+def _takes_fused(p: Tensor, *others: Tensor) -> bool:
+    """Whether torch's fused kernel may step a parameter with this gradient and these moments.
+
+    The CPU kernel walks the memory of all four in parallel and ignores their strides.
+    """
+    if not _has_fused_adamw(p):
+        return False
+    if p.is_contiguous() and all(t.is_contiguous() for t in others):
+        return True
+    return is_dense(p) and all(t.stride() == p.stride() for t in others)

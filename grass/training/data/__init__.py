@@ -1,0 +1,1 @@
+"""Text and token blocks for training."""

@@ -1,0 +1,1 @@
+"""Finetuning tasks: classification and instructions."""

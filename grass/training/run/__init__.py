@@ -1,0 +1,1 @@
+"""A pretraining run: model, optimizer, loop, checkpoints, metrics."""

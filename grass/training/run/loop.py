@@ -1,0 +1,283 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+from tqdm import tqdm
+from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_warmup
+
+from grass import GrassAdamW, step_in_backward
+from grass.in_backward import InBackward
+from grass.memory import StateBytes, state_bytes
+from grass.training.data.blocks import Data
+from grass.training.run.checkpoint import CheckpointStore
+from grass.training.run.metrics import Clock, MetricsLog, NoLog, gradient_bytes
+from grass.training.run.processes import (
+    Processes,
+    data_parallel,
+    load_optimizer_state,
+    synchronised,
+    whole_optimizer_state,
+    whole_weights,
+)
+from grass.training.run.signals import GracefulStop
+
+SHOWN = ("loss", "eval_loss", "tokens_per_second")
+"""Columns shown beside the progress bar."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long and how to train.
+
+    Attributes:
+        out: directory of the run: logs and checkpoints.
+        steps: optimizer steps.
+        warmup: steps of linear warm-up; a cosine to a tenth of the peak learning rate follows.
+        accumulate: batches per step.
+        clip: largest norm of the gradient; 0 does not clip.
+        step_in_backward: step each parameter in backward (:func:`grass.step_in_backward`), for grass in dense mode on
+            one process. ``clip`` then limits each parameter's gradient.
+        autocast: compute in bfloat16 over the weights' own dtype.
+        eval_every: steps between evaluations; the last step is always followed by one.
+        log_every: steps between logged rows.
+        save_every: steps between checkpoints; 0 saves only on a stop and at the end.
+    """
+
+    out: Path
+    steps: int = 1000
+    warmup: int = 100
+    accumulate: int = 1
+    clip: float = 1.0
+    step_in_backward: bool = False
+    autocast: bool = False
+    eval_every: int = 100
+    log_every: int = 1
+    save_every: int = 500
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "eval_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Invalid {name}={getattr(self, name)}: must be >= 1")
+        for name in ("clip", "save_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Invalid {name}={getattr(self, name)}: must be >= 0")
+        if self.step_in_backward and self.accumulate > 1:
+            raise ValueError(f"Invalid accumulate={self.accumulate}: must be 1 with step_in_backward=True")
+        if not 0 <= self.warmup < self.steps:
+            raise ValueError(f"Invalid warmup={self.warmup}: must be in [0, steps={self.steps})")
+
+
+class Result(NamedTuple):
+    """What a run came to.
+
+    Attributes:
+        step: steps done.
+        eval_loss: mean cross-entropy on the held-out blocks at the last evaluation, nats per token; NaN before it.
+        tokens_per_second: of training alone, without evaluation and checkpoints.
+        state_bytes: held by the optimizer.
+        gradient_bytes: held by the model after the last backward pass.
+    """
+
+    step: int
+    eval_loss: float
+    tokens_per_second: float
+    state_bytes: StateBytes
+    gradient_bytes: int
+
+
+@dataclass
+class Trainer:
+    """Trains a model, one object per run.
+
+    Args:
+        model: on its device, in its dtype; of several processes each holds a replica, or its shards.
+        optimizer: over the model's parameters.
+        data: batches and held-out blocks.
+        config: the loop's settings.
+        checkpoints: where to save; ``None`` saves nothing.
+        settings: plain values saved with each checkpoint; :meth:`resume` refuses one with other values.
+        processes: those that train the model.
+    """
+
+    model: PreTrainedModel
+    optimizer: Optimizer
+    data: Data
+    config: TrainConfig
+    checkpoints: CheckpointStore | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    processes: Processes = field(default_factory=Processes)
+    step: int = field(default=0, init=False)
+    saved_step: int | None = field(default=None, init=False)
+    eval_loss: float = field(default=float("nan"), init=False)
+
+    def __post_init__(self) -> None:
+        self.device = next(self.model.parameters()).device
+        self.parallel = data_parallel(self.model, self.optimizer, self.processes)
+        sequences = self.config.accumulate * self.data.train.batch_size * self.processes.size
+        self.tokens_per_step = sequences * self.data.train.seq_len
+        self.settings = {**self.settings, "processes": self.processes.size}
+        self.in_backward = self._step_in_backward() if self.config.step_in_backward else None
+        self.scheduler = get_cosine_with_min_lr_schedule_with_warmup(
+            self.optimizer, self.config.warmup, self.config.steps, min_lr_rate=0.1
+        )
+
+    def run(self) -> Result:
+        """Train to the last step, or to the end of the step in which SIGTERM or SIGINT arrives; save either way.
+
+        Several processes agree to stop at the next logged step.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; seen at logged steps and before a checkpoint, on every rank.
+        """
+        log = MetricsLog(self.config.out, self.step) if self.processes.is_main else NoLog()
+        bar = tqdm(
+            total=self.config.steps,
+            initial=self.step,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.5,
+            disable=not self.processes.is_main,
+        )
+        clock = Clock()
+        with closing(log), bar, GracefulStop() as stop:
+            while self.step < self.config.steps and not self._stopping(stop):
+                row = self._logged_step(clock)
+                if self._due(self.config.eval_every):
+                    row["eval_loss"] = self.eval_loss = self.evaluate()
+                if row:
+                    log.write({"step": self.step, "tokens": self.step * self.tokens_per_step, **row})
+                    bar.set_postfix({name: f"{row[name]:.4g}" for name in SHOWN if name in row}, refresh=False)
+                bar.update()
+                if self._due(self.config.save_every):
+                    self.save()
+            if self.saved_step != self.step:
+                self.save()
+        rate = clock.steps * self.tokens_per_step / clock.seconds if clock.steps else 0.0
+        return Result(self.step, self.eval_loss, rate, state_bytes(self.optimizer), gradient_bytes(self.model))
+
+    def _stopping(self, stop: GracefulStop) -> bool:
+        if self.processes.size == 1:
+            return stop.requested
+        return self._due(self.config.log_every) and self.processes.any(stop.requested)
+
+    def _due(self, interval: int) -> bool:
+        return self.step == self.config.steps or (interval > 0 and self.step % interval == 0)
+
+    def _logged_step(self, clock: Clock) -> dict[str, float]:
+        """One step, and what is to be logged of it."""
+        learning_rate = self.scheduler.get_last_lr()[0]
+        with clock:
+            loss, norm = self.train_step()
+            if not (self._due(self.config.log_every) or self._due(self.config.save_every)):
+                return {}
+            row = {"loss": self._mean(loss), "grad_norm": norm.item(), "lr": learning_rate}
+        if not math.isfinite(row["grad_norm"]):
+            raise FloatingPointError(f"The gradient's norm is {row['grad_norm']} in step {self.step}")
+        return {**row, "tokens_per_second": self.tokens_per_step / clock.lap()}
+
+    def train_step(self) -> tuple[Tensor, Tensor]:
+        """Backward over ``accumulate`` batches, clip, update: the mean loss and the norm of the gradient."""
+        self.model.train()
+        self.optimizer.zero_grad()
+        losses = []
+        for i in range(self.config.accumulate):
+            with synchronised(self.parallel, i + 1 == self.config.accumulate):
+                loss = self._loss(next(self.data.train)) / self.config.accumulate
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        norm = self._clip() if self.in_backward is None else self.in_backward.grad_norm
+        self.optimizer.step()
+        self.scheduler.step()
+        self.step += 1
+        return torch.stack(losses).sum(), norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _step_in_backward(self) -> InBackward:
+        if not isinstance(self.optimizer, GrassAdamW):
+            raise ValueError(f"step_in_backward=True takes grass's optimizer, got {type(self.optimizer).__name__}")
+        return step_in_backward(self.optimizer, clip=self.config.clip or math.inf)
+
+    def _clip(self) -> Tensor:
+        """Clip the whole gradient; returns its norm before."""
+        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        if self.config.clip:
+            clip_grads_with_norm_(self.model.parameters(), self.config.clip, norm)
+        return norm
+
+    def _mean(self, loss: Tensor) -> float:
+        """The mean over the processes."""
+        return self.processes.sum(loss).item() / self.processes.size
+
+    def _loss(self, batch: Tensor, model: nn.Module | None = None) -> Tensor:
+        """Mean cross-entropy of the next token, in float32."""
+        batch = batch.to(self.device, non_blocking=True)
+        inputs, targets = batch[:, :-1], batch[:, 1:].contiguous()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.autocast):
+            loss: Tensor = (model or self.parallel)(input_ids=inputs, labels=targets, shift_labels=targets).loss
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss on the held-out blocks, each evaluated by one of the processes."""
+        self.model.train(False)
+        batches = torch.split(self.data.eval_blocks, self.data.train.batch_size)
+        total = torch.zeros((), device=self.device)
+        for first in range(0, len(batches), self.processes.size):  # sharded models need every process in each forward
+            mine = first + self.processes.rank
+            batch = batches[min(mine, len(batches) - 1)]
+            total += self._loss(batch, self.model) * (len(batch) if mine < len(batches) else 0)
+        return self.processes.sum(total).item() / len(self.data.eval_blocks)
+
+    def save(self) -> None:
+        """Write a checkpoint, if the run has a place for them."""
+        if self.checkpoints is not None:
+            weights, optimizer = whole_weights(self.model), whole_optimizer_state(self.model, self.optimizer)
+            positions = self.processes.gather((self.data.train.state_dict(), torch.get_rng_state()))
+            state = {
+                "step": self.step,
+                "eval_loss": self.eval_loss,
+                "optimizer": optimizer,
+                "scheduler": self.scheduler.state_dict(),
+                "data": [data for data, _ in positions],
+                "rng": [rng for _, rng in positions],
+                "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+                "settings": dict(self.settings),
+            }
+            if self.processes.is_main:
+                self.checkpoints.save(self.step, self.model, state, weights)
+            self.processes.any(False)  # nobody goes on, or exits, before it is written
+        self.saved_step = self.step
+
+    def resume(self) -> bool:
+        """Go on from the newest complete checkpoint; ``False`` if there is none.
+
+        Raises:
+            ValueError: the checkpoint was made with other settings, or every checkpoint is damaged.
+        """
+        path = self.checkpoints.latest() if self.checkpoints is not None else None
+        if self.checkpoints is None or path is None:
+            return False
+        state = self.checkpoints.load(path, self.model)
+        changed = {k: v for k, v in state["settings"].items() if self.settings.get(k) != v}
+        if changed:
+            given = {name: self.settings.get(name) for name in changed}
+            raise ValueError(f"{path} was made with {changed}, not with {given}")
+        self.step = self.saved_step = state["step"]
+        self.eval_loss = state["eval_loss"]
+        load_optimizer_state(self.model, self.optimizer, state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.data.train.load_state_dict(state["data"][self.processes.rank])
+        torch.set_rng_state(state["rng"][self.processes.rank])
+        torch.cuda.set_rng_state_all(state["cuda_rng"])
+        return True

@@ -1,0 +1,99 @@
+"""Checks of a parameter group against its tensors and converted layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grass.compact_mode.layer import CompactLayer
+from grass.options import explored_count, is_projected, resolve_dim, resolve_rank, validate
+from grass.selection.exploration import resolve_explore
+
+
+def validate_group(group: dict[str, Any], layers: dict[int, CompactLayer]) -> None:
+    """Check a group's values, and its ``rank`` against each of its tensors, active rows of ``layers`` by their ``id``.
+
+    Raises:
+        TypeError: a tensor is complex, or a value of the wrong type.
+        ValueError: a value is out of range; the message names value and range.
+    """
+    validate(group)
+    if group["stochastic_rounding"] and group["replacement"]:
+        raise ValueError(
+            "stochastic_rounding=True takes replacement=False: rows that repeat are added up in the weight's precision"
+        )
+    if group["explore"] and group["replacement"]:
+        raise ValueError(f"explore={group['explore']!r} takes replacement=False: scaled rows have no complement")
+    if group["fused"] and group["foreach"]:
+        raise ValueError("`fused` and `foreach` cannot be `True` together: got fused=True, foreach=True")
+    if group["shard_bank"] and group["state_policy"] != "bank":
+        raise ValueError(f"shard_bank=True takes state_policy='bank', got {group['state_policy']!r}")
+    for tensor in tensors_of(group["params"]):
+        if id(tensor) in layers:
+            _check_active(layers[id(tensor)], group)
+        else:
+            _check_tensor(tensor, group)
+
+
+def check_changed(group: dict[str, Any], before: dict[str, Any], has_state: bool) -> None:
+    """Check the settings of a group after the user has changed some of them.
+
+    Args:
+        group: the group as it is.
+        before: its settings when they were last checked.
+        has_state: whether one of its parameters has been stepped.
+
+    Raises:
+        ValueError: ``rank`` or ``dim`` of a group with state was changed.
+    """
+    for key in ("rank", "dim"):
+        if has_state and group[key] != before[key]:
+            raise ValueError(
+                f"Invalid {key}={group[key]!r}: must stay {before[key]!r} because this group has state of that {key}; "
+                "build a new optimizer to train with another"
+            )
+
+
+def tensors_of(params: Any) -> list[Tensor]:
+    """The tensors of a group; what is neither a tensor nor a named one is left for torch's own check to refuse."""
+    items = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
+    return [p for p in items if isinstance(p, Tensor)]
+
+
+def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
+    if tensor.is_complex():
+        raise TypeError(f"GrassAdamW takes real tensors, got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    if not is_projected(tensor, group):
+        return
+    matrix = torch.empty(tensor.shape, device="meta").flatten(1)
+    size = matrix.shape[resolve_dim(group["dim"], matrix)]
+    rank = resolve_rank(group["rank"], size)
+    if rank > size:
+        raise ValueError(
+            f"Invalid rank={rank}: must be at most {size}, the selected dimension of the weight of shape "
+            f"{tuple(tensor.shape)}; lower it, give it as a fraction, or put this weight into a group with rank=None"
+        )
+    if rank + (explored := explored_count(group, rank, size)) > size:
+        raise ValueError(
+            f"Invalid explore={explored}: must be at most {size - rank}, the rows of the weight of shape "
+            f"{tuple(tensor.shape)} that are not selected, or a fraction, which is cut to that"
+        )
+
+
+def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:
+    size, count = layer.shape[layer.dim], layer.explored.numel()
+    if group["replacement"]:
+        raise ValueError("Compact mode takes replacement=False: active rows are neither scaled nor repeated")
+    rank, explore = group["rank"], group["explore"]
+    if rank is not None and resolve_rank(rank, size) != layer.rank:
+        raise ValueError(
+            f"Invalid {rank=}: must be None or {layer.rank}, which grass.compact() gave the layers already; "
+            "to train more or fewer rows, convert with another rank"
+        )
+    if explore is not None and resolve_explore(explore, layer.rank, size) != count:
+        raise ValueError(
+            f"Invalid {explore=}: must be None or {count}, which grass.compact() gave the layers already; "
+            "to explore more or fewer rows, convert with another explore"
+        )

@@ -1,0 +1,118 @@
+"""What :func:`grass.memory.plan` claims, measured: torch's memory tracker on fake tensors of full size."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.compiler import set_stance
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from tracked_methods import BUILDERS, prepare
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from grass.compact_mode.layer import CompactLayer
+from grass.kernels.moment_codes import BLOCK
+from grass.memory import Setting, state_bytes
+from grass.memory.tracing import with_causal_attention
+from grass.training.run.chunked_loss import chunk_loss
+from grass.training.run.models import enable_checkpointing
+
+
+class TrackedMemory(NamedTuple):
+    """Bytes by torch's ``MemTracker``: the largest of each category, as :class:`grass.memory.Plan` names them."""
+
+    weights_and_active_rows: int
+    gradients: int
+    moments: int
+    activations: int
+    peak: int
+
+
+def track(method: str, config: PretrainedConfig, setting: Setting, *, refresh: bool = False) -> TrackedMemory:
+    """One training step on fake tensors, which have sizes but no contents, after one that made the optimizer's state.
+
+    Args:
+        method: one of :data:`grass.memory.METHODS`.
+        config: of a causal language model.
+        setting: how to train it.
+        refresh: have the step gather the sketch of a refresh.
+
+    A step that selects rows, or moments that are rounded, would take contents: then it ends with backward. So it does
+    for 8-bit AdamW, whose step runs compiled and has temporaries of its own only where it does not.
+    """
+    prepare(method)
+    with FakeTensorMode(), set_stance("force_eager"):
+        model: Any = AutoModelForCausalLM.from_config(with_causal_attention(config), dtype=setting.dtype)  # type: ignore[no-untyped-call]
+        optimizer = BUILDERS[method](model, setting, 2 if refresh else 200)
+        model.train()
+        if setting.checkpointing:
+            enable_checkpointing(model)
+        if setting.chunk_tokens:
+            chunk_loss(model, setting.chunk_tokens)
+        _make_state(optimizer, setting.moments)
+        ids = torch.zeros(setting.batch_size, setting.seq_len, dtype=torch.long)
+        tracker = _WholeModelTracker()
+        sketches = [t for m in model.modules() if isinstance(m, CompactLayer) for t in (m.sketch, m.signs)]
+        tracker.track_external(model, optimizer, *(t for t in sketches if t is not None))
+        _skip_frozen(tracker, model)
+        with tracker:
+            loss = model(input_ids=ids, labels=ids, shift_labels=ids).loss
+            forward = _snapshot(tracker, "current")
+            loss.backward()
+            backward = _snapshot(tracker, "current")
+            if not refresh and setting.moments == "float32" and method != "8-bit AdamW":
+                optimizer.step()
+        peak = _snapshot(tracker, "peak")
+    return TrackedMemory(
+        weights_and_active_rows=peak[_MemRefType.PARAM] + peak[_MemRefType.BUFFER],
+        gradients=backward[_MemRefType.GRAD],
+        moments=state_bytes(optimizer).device,
+        activations=forward[_MemRefType.ACT],
+        peak=peak["Total"],
+    )
+
+
+class _WholeModelTracker(MemTracker):  # type: ignore[no-untyped-call]
+    """Keeps the whole model's peak and not each module's, which takes time quadratic in the number of layers."""
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        modules, self.memory_tracking = self.memory_tracking, _NONE
+        super()._update_peak_stats(peak_state)
+        self.memory_tracking = modules
+
+
+_NONE: Any = {}
+
+
+def _make_state(optimizer: Optimizer, moments: str) -> None:
+    """Make the state by one step with zero gradients, with moments stored as in :mod:`grass.state.precision`."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}[moments]
+    for state in optimizer.state.values():
+        if "indices" in state:
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.empty_like(state[name], dtype=dtype)
+                if moments == "8bit":
+                    state[f"{name}_scale"] = torch.empty(-(-state[name].numel() // BLOCK))
+
+
+def _skip_frozen(tracker: MemTracker, model: nn.Module) -> None:
+    """Tell the tracker that frozen parameters have their gradient hooks: it would fail to register them."""
+    for p in model.parameters():
+        if not p.requires_grad:
+            handles = RemovableHandle(OrderedDict()), RemovableHandle(OrderedDict())
+            tracker._param_to_grad_hook_handles[p] = handles
+
+
+def _snapshot(tracker: MemTracker, kind: str) -> dict[Any, int]:
+    (snapshot,) = tracker.get_tracker_snapshot(kind).values()
+    return snapshot
