@@ -1,8 +1,9 @@
-"""What :func:`grass.memory.plan` claims, measured: torch's memory tracker on fake tensors of full size."""
+"""What :func:`grass.memory.plan` claims, measured by torch's memory tracker on fake or real tensors."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,6 @@ from tracked_methods import BUILDERS, prepare
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grass.compact_mode.layer import CompactLayer
-from grass.kernels.moment_codes import BLOCK
 from grass.memory import Setting, state_bytes
 from grass.memory.tracing import with_causal_attention
 from grass.training.run.chunked_loss import chunk_loss
@@ -24,29 +24,36 @@ from grass.training.run.models import enable_checkpointing
 
 
 class TrackedMemory(NamedTuple):
-    """Bytes by torch's ``MemTracker``: the largest of each category, as :class:`grass.memory.Plan` names them."""
+    """Bytes by torch's ``MemTracker``: the largest of each category, as :class:`grass.memory.Plan` names them.
+
+    Everything is on the CPU here, so the tracker counts the bank too. It is ``host``, and ``peak`` is without it.
+    """
 
     weights_and_active_rows: int
     gradients: int
     moments: int
     activations: int
     peak: int
+    host: int
 
 
-def track(method: str, config: PretrainedConfig, setting: Setting, *, refresh: bool = False) -> TrackedMemory:
-    """One training step on fake tensors, which have sizes but no contents, after one that made the optimizer's state.
+def track(
+    method: str, config: PretrainedConfig, setting: Setting, *, refresh: bool = False, real: bool = False
+) -> TrackedMemory:
+    """One training step, after one that made the optimizer's state.
 
     Args:
         method: one of :data:`grass.memory.METHODS`.
         config: of a causal language model.
         setting: how to train it.
-        refresh: have the step gather the sketch of a refresh.
+        refresh: make it a step that ends with a refresh.
+        real: compute. Otherwise tensors are fake: they have sizes but no contents.
 
-    A step that selects rows, or moments that are rounded, would take contents: then it ends with backward. So it does
-    for 8-bit AdamW, whose step runs compiled and has temporaries of its own only where it does not.
+    A refresh reads contents, so on fake tensors its step ends with backward. So does the step of 8-bit AdamW, which
+    runs compiled and has temporaries only where it does not.
     """
     prepare(method)
-    with FakeTensorMode(), set_stance("force_eager"):
+    with nullcontext() if real else FakeTensorMode(), set_stance("force_eager"):
         model: Any = AutoModelForCausalLM.from_config(with_causal_attention(config), dtype=setting.dtype)  # type: ignore[no-untyped-call]
         optimizer = BUILDERS[method](model, setting, 2 if refresh else 200)
         model.train()
@@ -54,7 +61,7 @@ def track(method: str, config: PretrainedConfig, setting: Setting, *, refresh: b
             enable_checkpointing(model)
         if setting.chunk_tokens:
             chunk_loss(model, setting.chunk_tokens)
-        _make_state(optimizer, setting.moments)
+        _make_state(optimizer, real)
         ids = torch.zeros(setting.batch_size, setting.seq_len, dtype=torch.long)
         tracker = _WholeModelTracker()
         sketches = [t for m in model.modules() if isinstance(m, CompactLayer) for t in (m.sketch, m.signs)]
@@ -65,15 +72,17 @@ def track(method: str, config: PretrainedConfig, setting: Setting, *, refresh: b
             forward = _snapshot(tracker, "current")
             loss.backward()
             backward = _snapshot(tracker, "current")
-            if not refresh and setting.moments == "float32" and method != "8-bit AdamW":
+            if (real or not refresh) and method != "8-bit AdamW":
                 optimizer.step()
         peak = _snapshot(tracker, "peak")
+    state = state_bytes(optimizer)
     return TrackedMemory(
         weights_and_active_rows=peak[_MemRefType.PARAM] + peak[_MemRefType.BUFFER],
         gradients=backward[_MemRefType.GRAD],
-        moments=state_bytes(optimizer).device,
+        moments=state.device,
         activations=forward[_MemRefType.ACT],
-        peak=peak["Total"],
+        peak=peak["Total"] - state.host,
+        host=state.host,
     )
 
 
@@ -89,20 +98,13 @@ class _WholeModelTracker(MemTracker):  # type: ignore[no-untyped-call]
 _NONE: Any = {}
 
 
-def _make_state(optimizer: Optimizer, moments: str) -> None:
-    """Make the state by one step with zero gradients, with moments stored as in :mod:`grass.state.precision`."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
+def _make_state(optimizer: Optimizer, real: bool) -> None:
+    """Make the state by one step."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn_like(p) if real else torch.zeros_like(p)
     optimizer.step()
     optimizer.zero_grad()
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}[moments]
-    for state in optimizer.state.values():
-        if "indices" in state:
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.empty_like(state[name], dtype=dtype)
-                if moments == "8bit":
-                    state[f"{name}_scale"] = torch.empty(-(-state[name].numel() // BLOCK))
 
 
 def _skip_frozen(tracker: MemTracker, model: nn.Module) -> None:

@@ -10,12 +10,14 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 import grass
+from grass.kernels.moment_codes import dynamic_map
 from grass.memory import Setting
 from grass.training.run.optimizers import OptimizerConfig, build_optimizer
 
 
 def prepare(method: str) -> None:
-    """To be called before there are fake tensors: what a method computes once has to have contents."""
+    """Compute what a method computes only once. Call it before there are fake tensors, which have no contents."""
+    dynamic_map.cache_clear()  # every fake mode needs its own
     if method == "8-bit AdamW":
         from torchao.optim.subclass_8bit import OptimState8bit
 
@@ -56,7 +58,13 @@ def _grass(model: nn.Module, setting: Setting, interval: int, weights: str | Non
         dtype=setting.active_dtype,
         weights=weights,
     )
-    return grass.GrassAdamW(model, selection=setting.selection, state_policy=setting.policy, update_interval=interval)
+    return grass.GrassAdamW(
+        model,
+        selection=setting.selection,
+        state_policy=setting.policy,
+        moment_dtype=setting.moments,
+        update_interval=interval,
+    )
 
 
 BUILDERS: dict[str, Callable[[nn.Module, Setting, int], Optimizer]] = {

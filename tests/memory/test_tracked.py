@@ -54,7 +54,7 @@ CASES = [
 
 
 def tracked(options):
-    """A setting without a bank: on fake tensors the tracker counts host memory as the device's."""
+    """The paper's policy unless a case names another."""
     return Setting(**{"policy": "reset", **options})
 
 
@@ -86,6 +86,27 @@ def test_plan_covers_steps_that_gather_a_sketch(config, options):
     setting, model = tracked({"selection": "multinomial_norm", **options}), Architecture.from_config(config)
     measured = track("Grass", copy.deepcopy(config), setting, refresh=True)
     assert measured.peak == pytest.approx(plan("Grass", model, setting).peak, rel=0.05)
+
+
+COMPUTED = [
+    pytest.param("Grass", {}, id="keep"),
+    pytest.param("Grass", {"policy": "reset"}, id="reset"),
+    pytest.param("Grass", {"policy": "bank"}, id="bank"),
+    pytest.param("Grass", {"selection": "multinomial_norm"}, id="by-norm"),
+    pytest.param("Grass", {"moments": "8bit"}, id="8bit"),
+    pytest.param("Grass int8", {"moments": "8bit", "dim": 0}, id="int8-weights"),
+]
+
+
+@pytest.mark.parametrize(("method", "options"), COMPUTED)
+def test_plan_covers_refreshes_that_are_computed(method, options):
+    """On real tensors a step runs to its end: selection, exchange with a bank, rounding of 8-bit moments."""
+    config = llama("60m", 2)
+    setting, model = Setting(rank=64, seq_len=128, **options), Architecture.from_config(config)
+    planned, measured = plan(method, model, setting), track(method, config, setting, refresh=True, real=True)
+    assert measured.moments == pytest.approx(planned.moments, abs=4 * 1000, rel=0.001)
+    assert measured.host == planned.bank
+    assert measured.peak == pytest.approx(planned.peak, rel=0.05)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
