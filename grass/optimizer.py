@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from grass.compact_mode.cycle import arm, by_active_rows, layers_of, resume
+from grass.compact_mode.cycle import arm, resume
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.registry import by_active_rows, layers_of
 from grass.health import Health, Owner
 from grass.options import SHARED_KEYS, as_plain, is_projected, settings_of, validate
 from grass.parallel.background import Background

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from grass.compact_mode.cycle import adopt, arm, choose_rows, layers_of, norms_for, prepare, resume
+from grass.compact_mode.cycle import adopt, arm, choose_rows, norms_for, prepare, resume
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.registry import layers_of
 from grass.options import validate
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import local

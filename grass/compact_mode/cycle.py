@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grass.compact_mode.layer import LAYERS, CompactLayer
+from grass.compact_mode.layer import CompactLayer
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import check_shards
 from grass.selection.draws import selection_generator
@@ -17,22 +16,6 @@ from grass.selection.exploration import draw_explored
 from grass.selection.rules import needs_norms
 from grass.state.moments import State, shared_steps
 from grass.state.refresh import Carry, refresh
-
-
-def layers_of(parameters: Iterable[Tensor]) -> list[CompactLayer]:
-    """The converted layers whose active rows are among these parameters, found among all layers alive.
-
-    Hold on to the result: the search takes time in proportion to all layers alive, and the layers know their
-    parameters also after a wrapper has replaced these.
-    """
-    alive = {id(layer._parameters.get("active")): layer for layer in LAYERS}
-    return [alive[id(p)] for p in parameters if id(p) in alive]
-
-
-def by_active_rows(layers: Iterable[CompactLayer]) -> dict[int, CompactLayer]:
-    """Layers by the ``id`` of their active rows, as of now: wrappers may replace parameters between two steps."""
-    rows = ((layer._parameters.get("active"), layer) for layer in layers)  # past __getattr__, which is slow
-    return {id(active): layer for active, layer in rows if active is not None}
 
 
 def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
