@@ -149,6 +149,29 @@ def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
             layer.explore(first_explored(layer))
 
 
+def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The named parameters of a converted model that train.
+
+    Raises:
+        ValueError: the model has no active rows, or all of them are frozen.
+    """
+    layers = [module for module in model.modules() if isinstance(module, CompactLayer)]
+    frozen = [layer.label for layer in layers if not layer.active.requires_grad]
+    if layers and len(frozen) == len(layers):
+        raise ValueError(
+            f"The active rows of all {len(layers)} converted layers are frozen (requires_grad=False), as PEFT freezes "
+            "a base model: convert a model or wrap it by PEFT, not both"
+        )
+    if frozen:
+        logger.warning("Grass: active rows frozen (requires_grad=False), not trained: %s", ", ".join(frozen))
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no active rows: convert it first, grass.compact(model, rank=...), or pass "
+            "grass.param_groups(model, rank=...) or model.parameters() to train it from full gradients"
+        )
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
 def first_explored(layer: CompactLayer) -> Tensor:
     """The rows that a layer explores before its first step."""
     seed, place = layer.first_draw

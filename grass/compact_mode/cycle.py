@@ -17,6 +17,9 @@ from grass.selection.rules import needs_norms
 from grass.state.moments import State, shared_steps
 from grass.state.refresh import Carry, refresh
 
+NEW: State = {"step": 0, "refresh_step": 0, "refreshes": 1}
+"""The counters of active rows that have not been stepped."""
+
 
 def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
     """Begin the state of a layer with the rows that its conversion selected; returns it."""
