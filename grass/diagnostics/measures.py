@@ -1,4 +1,4 @@
-"""What is measured of a selection, and what is remembered of each weight for it."""
+"""The measures of a selection, and the state kept for each weight to compute them."""
 
 from __future__ import annotations
 
