@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from grass.compact_mode.cycle import adopt, arm, choose_rows, layers_of, norms_for, prepare, resume
+from grass.compact_mode.cycle import Trained, adopt, advance, arm, resume
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.registry import layers_of
 from grass.options import validate
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import local
@@ -18,7 +19,7 @@ from grass.selection.exploration import explored_directions
 from grass.selection.projector import Projector
 from grass.state.moments import State, source_rows
 from grass.state.precision import rounding_key
-from grass.state.refresh import Carry, refresh_due
+from grass.state.refresh import Carry
 
 
 def attach(
@@ -34,31 +35,31 @@ def attach(
 ) -> Attachment:
     """Let any optimizer train the active rows of a converted model, its ``step()`` unchanged.
 
-    After each step the rows are written back and, every ``update_interval`` steps, chosen anew, by a step post-hook::
+    A step post-hook writes the rows back after each step and chooses new ones every ``update_interval`` steps::
 
         grass.compact(model, rank=128)
         optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad and p.ndim == 2])
         attachment = grass.attach(optimizer, model)
 
-    Per-row state of the optimizer (every state tensor of the shape of the active rows) is zeroed at a refresh
-    (``state_policy="reset"``), or kept for rows chosen again (``"keep"``). The optimizer's own step counts go on.
+    State tensors in the shape of the active rows are zeroed at a refresh (``state_policy="reset"``), or kept for rows
+    that are selected again (``"keep"``). The optimizer's own step counts go on.
 
-    Explored rows (:mod:`grass.selection.exploration`) move as far as the optimizer moves selected rows, in the
-    direction of their gradient, not by the optimizer's rule. Its state for them is zeroed in each step.
+    Explored rows (:mod:`grass.selection.exploration`) do not move by the optimizer's rule. They move in the direction
+    of their gradient, as far as the optimizer moves selected rows. Its state for them is zeroed in each step.
 
     Args:
-        optimizer: holds the active rows of ``model``, all or some.
-        model: converted by :func:`grass.compact`.
+        optimizer: any optimizer that holds active rows of ``model``, all or some.
+        model: a model that :func:`grass.compact` converted.
         update_interval: steps from one selection to the next.
         selection: one of :func:`grass.available_rules`, without replacement.
         state_policy: ``"reset"`` or ``"keep"``.
-        seed: of the sampling rules.
-        refresh: ``"sketch"`` or ``"exact"``.
+        seed: seed of the sampling rules.
+        refresh: ``"sketch"`` or ``"exact"``, as in :class:`grass.GrassAdamW`.
         sketch_size: columns of the sketch.
 
     Returns:
-        The attachment, whose ``state_dict`` belongs into the checkpoint beside the optimizer's. Load it after the
-        model's and the optimizer's.
+        The attachment. Save its ``state_dict`` beside the optimizer's, and load it after the model's and the
+        optimizer's.
 
     Raises:
         ValueError: a value is out of range, or the optimizer holds no active rows of the model, holds some of another
@@ -80,10 +81,10 @@ def attach(
 
 
 class Attachment:
-    """Made by :func:`attach`. Holds the layers it serves and, per layer, the age of its selection.
+    """The result of :func:`attach`: the layers that an optimizer trains, and the age of each layer's selection.
 
     Attributes:
-        process_group: the ranks that train the model together; ``None`` means all there are.
+        process_group: the ranks that train the model together; ``None`` means all ranks.
     """
 
     process_group: ProcessGroup | None = None
@@ -102,19 +103,13 @@ class Attachment:
             raise ValueError(
                 f"{type(optimizer).__name__} holds no active rows of the model: call grass.compact() before building it"
             )
-        if isinstance(optimizer, torch.optim.LBFGS) and any(layer.dim == 1 for layer in self.layers.values()):
-            raise ValueError(
-                "LBFGS flattens gradients by view(), which those of columns do not allow: convert with dim=0, and with "
-                "explore=0, because LBFGS moves all rows that it holds"
-            )
-        if len(layers_of(p for g in optimizer.param_groups for p in g["params"])) != len(self.layers):
-            raise ValueError(f"{type(optimizer).__name__} holds active rows of layers outside of the model too")
+        _check_layers(optimizer, list(self.layers.values()))
         self.states: dict[str, State] = {}
         for name, layer in self.layers.items():
             self.states[name] = adopt(layer, {}, lambda old, new: None)
             arm(layer, self.states[name], group)
         optimizer.writes_back_active_rows = True  # type: ignore[attr-defined]
-        self._before: dict[str, Tensor] = {}
+        self._before: dict[int, Tensor] = {}
         before, after = (
             torch.compiler.disable(hook, reason="data decides the rows")  # type: ignore[no-untyped-call]
             for hook in (self._before_step, self._after_step)
@@ -122,13 +117,13 @@ class Attachment:
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
     def detach(self) -> None:
-        """Stop serving the optimizer."""
+        """Remove the hooks from the optimizer."""
         for hook in self._hooks:
             hook.remove()
         del self.optimizer.writes_back_active_rows  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, State]:
-        """Selections and their ages: tensors and plain numbers, by layer name."""
+        """Selections and their ages by layer name, as tensors and plain numbers."""
         return {
             name: {**state, "active": self.layers[name].selected_part(self.layers[name].active.detach()).clone()}
             for name, state in self.states.items()
@@ -144,30 +139,31 @@ class Attachment:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for name, layer in self.layers.items():
+        for layer, _, position in self._trained():
             layer.sync()
             if layer.reach:
-                self._before[name] = layer.rows().clone()
+                self._before[position] = layer.rows().clone()
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        ranks = Ranks.of(self.process_group)
-        for index, (name, layer) in enumerate(self.layers.items()):
-            self.states[name]["step"] += 1
-            if name in self._before and layer.active.grad is not None:
-                self._explore(layer, self._before.pop(name), optimizer.state.get(layer.active, {}))
-            layer.write_back(rounding_key(self.group, index, self.states[name]["step"]))
-        due = {name: layer for name, layer in self.layers.items() if refresh_due(self.states[name], self.group)}
-        norms = dict(zip(due, norms_for(list(due.values()), self.group, ranks), strict=True))
-        for index, (name, layer) in enumerate(self.layers.items()):
-            if name in due:
-                carry = self._carry(optimizer.state.get(layer.active, {}), layer)
-                choose_rows(layer, norms[name], self.states[name], carry, self.group, index)
-            prepare(layer, self.states[name], self.group, index)
-        ranks.verify_selection([layer.selected for layer in due.values()])
+        ranks, every = Ranks.of(self.process_group), self._trained()
+        for layer, state, position in every:
+            state["step"] += 1
+            if position in self._before and layer.active.grad is not None:
+                self._explore(layer, self._before.pop(position))
+            layer.write_back(rounding_key(self.group, position, state["step"]))
+        ranks.verify_selection(advance(every, self.group, ranks, self._carry_of))
 
-    def _explore(self, layer: CompactLayer, before: Tensor, rows_state: State) -> None:
-        """Replace the optimizer's move of explored rows by ours, and drop its state for them."""
+    def _trained(self) -> list[Trained]:
+        return [Trained(self.layers[name], self.states[name], index) for index, name in enumerate(self.layers)]
+
+    def _state_of_rows(self, layer: CompactLayer) -> list[Tensor]:
+        """The optimizer's state tensors that have the shape of the active rows."""
+        values = self.optimizer.state.get(layer.active, {}).values()
+        return [value for value in values if isinstance(value, Tensor) and value.shape == layer.active.shape]
+
+    def _explore(self, layer: CompactLayer, before: Tensor) -> None:
+        """Replace the optimizer's move of explored rows by ours, and zero its state for them."""
         assert layer.active.grad is not None
         grad, rows = local(layer.active.grad), layer.rows()
         update = layer.selected_part(before) - layer.selected_part(rows)
@@ -175,18 +171,15 @@ class Attachment:
         unit, lengths = explored_directions(update, layer.selected_part(grad), local(like), layer.dim, like)
         moved = unit * lengths.unsqueeze(1 - layer.dim) * layer.reach
         layer.explored_part(rows).copy_(layer.explored_part(before) - moved)
-        for value in rows_state.values():
-            if isinstance(value, Tensor) and value.shape == layer.active.shape:
-                layer.explored_part(local(value)).zero_()
+        for value in self._state_of_rows(layer):
+            layer.explored_part(local(value)).zero_()
 
-    def _carry(self, rows_state: State, layer: CompactLayer) -> Carry:
-        """The state policy on whatever the optimizer keeps in the shape of the active rows."""
+    def _carry_of(self, item: Trained) -> Carry:
+        """The state policy, applied to the optimizer's own state."""
+        layer = item.layer
 
         def carry(old: Projector | None, new: Projector) -> None:
-            shape = layer.active.shape
-            for value in rows_state.values():
-                if not isinstance(value, Tensor) or value.shape != shape:
-                    continue
+            for value in self._state_of_rows(layer):
                 selected = layer.selected_part(value)
                 if self.group["state_policy"] == "reset" or old is None:
                     selected.zero_()
@@ -196,3 +189,14 @@ class Attachment:
                     selected.copy_(torch.where(new.along(kept), rows, 0.0))  # in place: compiled steps hold the tensor
 
         return carry
+
+
+def _check_layers(optimizer: Optimizer, layers: list[CompactLayer]) -> None:
+    """Refuse layers that the optimizer cannot train, and layers that the attachment does not know."""
+    if isinstance(optimizer, torch.optim.LBFGS) and any(layer.dim == 1 for layer in layers):
+        raise ValueError(
+            "LBFGS flattens gradients by view(), which those of columns do not allow: convert with dim=0, and with "
+            "explore=0, because LBFGS moves all rows that it holds"
+        )
+    if len(layers_of(p for g in optimizer.param_groups for p in g["params"])) != len(layers):
+        raise ValueError(f"{type(optimizer).__name__} holds active rows of layers outside of the model too")

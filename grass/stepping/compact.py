@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from grass.compact_mode.cycle import adopt, choose_rows, norms_for, prepare
+from grass.compact_mode.cycle import Trained, adopt, advance
 from grass.compact_mode.layer import CompactLayer
 from grass.parallel.shards import local
 from grass.state.bank_exchange import BankExchange
 from grass.state.precision import shrink_
-from grass.state.refresh import carry_moments, refresh_due
+from grass.state.refresh import Carry, carry_moments
 from grass.stepping.backends import step_rows
 from grass.stepping.group import GroupStep, Member, count
 from grass.stepping.rows import Explored, Rows
@@ -29,9 +29,7 @@ def step_active(step: GroupStep, every: list[Active]) -> None:
     for member, layer in begun:
         if layer.scale() is not None:
             layer.write_back(step.key(member.position, member.state))
-    _refresh(step, [item for item in begun if refresh_due(item[0].state, step.group)])
-    for member, layer in begun:
-        prepare(layer, member.state, step.group, member.position)
+    _advance(step, [Trained(layer, member.state, member.position) for member, layer in begun])
 
 
 def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
@@ -58,12 +56,12 @@ def _rows(member: Member, layer: CompactLayer) -> Rows:
     return Rows(weight, layer.selected, None, layer.dim, *selected, state, index, explored)
 
 
-def _refresh(step: GroupStep, due: list[Active]) -> None:
-    """Select other rows, by norms summed over the ranks if the rule reads them."""
-    norms = norms_for([layer for _, layer in due], step.group, step.ranks)
+def _advance(step: GroupStep, every: list[Trained]) -> None:
+    """Select new rows if that is due, and prepare all layers for the next forward."""
     exchange = BankExchange.of(step.group, step.ranks, step.background)
-    for (member, layer), layer_norms in zip(due, norms, strict=True):
-        carry = carry_moments(member.state, layer.matrix(), step.group, member.position, exchange)
-        choose_rows(layer, layer_norms, member.state, carry, step.group, member.position)
-        step.chosen.append(member.state["indices"])
+
+    def carry_of(item: Trained) -> Carry:
+        return carry_moments(item.state, item.layer.matrix(), step.group, item.position, exchange)
+
+    step.chosen.extend(advance(every, step.group, step.ranks, carry_of))
     exchange.finish()
