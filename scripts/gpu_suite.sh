@@ -42,9 +42,20 @@ else
 fi
 kernels=(gather_rows scatter_add_rows row_norms compact_adamw compact_adamw_8bit move_factors move_rows compact_grad)
 kernels+=(row_sketch)
-for kernel in "${kernels[@]}"; do
-    run "$kernel" 120 "$python" "scripts/bench/kernels/$kernel.py" --out "$out" ${smoke[@]+"${smoke[@]}"}
-done
+if [ ${#smoke[@]} -gt 0 ]; then # in one process: imports take longer than the kernels
+    run kernels 0 "$python" -c '
+import runpy, sys
+sys.path.insert(0, "scripts/bench/kernels")
+out, *kernels = sys.argv[1:]
+for kernel in kernels:
+    sys.argv = [kernel, "--smoke", "--out", out]
+    runpy.run_path(f"scripts/bench/kernels/{kernel}.py", run_name="__main__")
+' "$out" "${kernels[@]}"
+else
+    for kernel in "${kernels[@]}"; do
+        run "$kernel" 120 "$python" "scripts/bench/kernels/$kernel.py" --out "$out"
+    done
+fi
 run train_step 240 "$python" scripts/bench/gpu_train_step.py --out "$out" ${smoke[@]+"${smoke[@]}"}
 run capped_training 300 "$python" scripts/bench/capped_training.py --out "$out" ${smoke[@]+"${smoke[@]}"}
 
