@@ -17,6 +17,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -14,8 +14,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when grass.kernels is imported
 
-# The same examples on every run, and no deadline: a machine shared with other jobs stalls now and then.
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=40)
+# The same examples on every run, and no limits of time: a machine shared with other jobs stalls now and then.
+hypothesis.settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    max_examples=40,
+)
 hypothesis.settings.load_profile("repeatable")
 
 # The matrices are tiny: a second thread costs more than it brings, much more where other jobs run beside.

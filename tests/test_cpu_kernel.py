@@ -160,5 +160,5 @@ def test_processes_that_start_at_once_share_the_cache(tmp_path) -> None:
     code = "from grass.cpu import kernel as cpu_kernel; print(cpu_kernel.at_hand())"
     command, env = [sys.executable, "-c", code], {**cpu_kernel.os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     started = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    assert [p.communicate(timeout=120)[0].strip() for p in started] == ["True"] * 4
+    assert [p.communicate()[0].strip() for p in started] == ["True"] * 4
     assert [path.suffix for path in (tmp_path / "grass").iterdir()] == [".so"]

@@ -17,7 +17,8 @@ def cells(notebook):
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_runs_from_top_to_bottom(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+    place = {"metadata": {"path": tmp_path}}
+    NotebookClient(notebook, timeout=1800, startup_timeout=1800, resources=place).execute()
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

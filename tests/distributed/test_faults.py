@@ -1,9 +1,8 @@
-"""What goes wrong on one rank is an error on every rank, within seconds."""
+"""What goes wrong on one rank is an error on every rank, and not because a wait times out."""
 
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 import torch
@@ -116,11 +115,9 @@ def test_every_rank_says_what_differs(body: object, size: int, message: str) -> 
 
 
 def test_a_rank_that_dies() -> None:
-    start = time.monotonic()
-    survivor, dead = attempt_world(dying, 2, patience=20)
+    survivor, dead = attempt_world(dying, 2)
     assert dead.error == "died"
     assert "RuntimeError" in survivor.error
-    assert time.monotonic() - start < 20
 
 
 def alone_in_a_group(rank: int) -> list[list[int]]:

@@ -7,7 +7,6 @@ import os
 import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 
 from grass.training.run.checkpoint import CheckpointStore
 from grass.training.run.loop import Trainer
-from tests.distributed.world import HANG, attempt_world, run_world
+from tests.distributed.world import HANG, LIMIT, TORCHRUN, attempt_world, run_world
 from tests.training.runs import PRETRAIN, TINY
 
 STEPS = 8
@@ -51,8 +50,8 @@ def columns(path: Path) -> dict[str, list[float]]:
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    run_world(every_run, 1, tmp_path / "one", 4, timeout=200)
-    run_world(every_run, 2, tmp_path / "two", 2, timeout=200)
+    run_world(every_run, 1, tmp_path / "one", 4)
+    run_world(every_run, 2, tmp_path / "two", 2)
     for name in RUNS:
         expected, found = columns(tmp_path / "one" / name), columns(tmp_path / "two" / name)
         if name == "dense":  # of what did not travel the norm is not known
@@ -75,7 +74,7 @@ def with_a_nan(rank: int, out: Path) -> None:
 
 
 def test_a_nan_on_one_rank_stops_all_and_spoils_no_checkpoint(tmp_path: Path) -> None:
-    for outcome in attempt_world(with_a_nan, 2, tmp_path, timeout=100):
+    for outcome in attempt_world(with_a_nan, 2, tmp_path):
         assert outcome.error != HANG
         assert "FloatingPointError: The gradient's norm is nan in step 5" in outcome.error
     newest = CheckpointStore(tmp_path / "checkpoints").latest()
@@ -97,7 +96,7 @@ def test_resumes_with_a_sharded_bank(tmp_path: Path) -> None:
     """From the checkpoint of step 4, to the bit."""
     flags, weights = (*RUNS["sharded bank"], "--save-every", "4", "--keep", "3"), []
     for resume in ((), ("--resume",)):
-        run_world(pretrain, 2, tmp_path, (*flags, *resume), timeout=100)
+        run_world(pretrain, 2, tmp_path, (*flags, *resume))
         weights.append(load_file(tmp_path / "model" / "model.safetensors"))
         shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
         shutil.rmtree(tmp_path / "model")
@@ -110,15 +109,14 @@ def test_a_killed_worker_under_torchrun(mode: str, tmp_path: Path) -> None:
     """The agent restarts all, more than once if they miss each other, and training goes on from the last checkpoint."""
     kill = tmp_path / "kill.py"
     kill.write_text(KILLING)
-    flags = [*TINY, *RUNS[mode], "--steps", "8", "--save-every", "3", "--resume"]
-    weights = []
-    for name, script in (("whole", str(PRETRAIN)), ("killed", str(kill))):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "5"]
-        command += ["--standalone", "--monitor-interval", "0.2", script, "--out", str(tmp_path / name), *flags]
-        subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        weights.append(load_file(tmp_path / name / "model" / "model.safetensors"))
+    flags = (*RUNS[mode], "--save-every", "3")
+    run_world(pretrain, 2, tmp_path / "whole", flags)
+    command = [*TORCHRUN, "--max-restarts", "50", "--monitor-interval", "0.2", str(kill), "--resume"]
+    command += ["--out", str(tmp_path / "killed"), *TINY, "--steps", str(STEPS), "--eval-every", "4", *flags]
+    subprocess.run(command, check=True, timeout=LIMIT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert (tmp_path / "was-killed").exists()
-    assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
+    whole, killed = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "killed"))
+    assert all(torch.equal(killed[name], value) for name, value in whole.items())
 
 
 KILLING = f"""

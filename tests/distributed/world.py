@@ -1,4 +1,4 @@
-"""Run a function in several processes joined by gloo; errors come back as values, a hang ends in seconds.
+"""Run a function in several processes joined by gloo; errors come back as values, and so does a hang.
 
 The processes are forked from a server that has imported everything once, so that a world costs a fraction of a second.
 """
@@ -27,6 +27,8 @@ CONTEXT.set_forkserver_preload(
     ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "grass.distributed", "transformers", __name__]
 )
 HANG = "no answer in time"
+LIMIT = 1800.0
+"""Seconds after which a test hangs: no test takes as long on the slowest machine."""
 
 
 @dataclass
@@ -37,28 +39,38 @@ class Outcome:
     error: str | None = None
 
 
-def run_world(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+PATIENT = ",".join(
+    f"{name}={int(LIMIT)}"
+    for name in ("read_timeout", "join_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_max_attempt")
+)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN += ["--rdzv-conf", PATIENT]
+"""``torchrun`` with two processes, as patient as the tests."""
+
+
+def run_world(body: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """``body(rank, *args)`` on every rank: what each returned. Fails if any rank does."""
-    outcomes = attempt_world(body, size, *args, timeout=timeout)
+    outcomes = attempt_world(body, size, *args)
     failed = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
     assert not failed, "\n".join(f"rank {rank}: {error}" for rank, error in failed.items())
     return [outcome.value for outcome in outcomes]
 
 
-def attempt_world(
-    body: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0, patience: float = 15.0
-) -> list[Outcome]:
-    """As :func:`run_world`, with errors returned. ``patience`` is how long a rank waits for another, in seconds."""
+def attempt_world(body: Callable[..., Any], size: int, *args: Any) -> list[Outcome]:
+    """As :func:`run_world`, with errors returned.
+
+    A rank waits for another twice as long as the world lasts: an error is never one of gloo's own timeouts.
+    """
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
             ours, theirs = CONTEXT.Pipe(duplex=False)
-            settings = rank, size, Path(folder) / "store", patience, theirs
+            settings = rank, size, Path(folder) / "store", theirs
             processes.append(CONTEXT.Process(target=_member, args=(body, settings, args), daemon=True))
             processes[-1].start()
             theirs.close()
             pipes.append(ours)
-        outcomes = _collect(pipes, time.monotonic() + timeout)
+        outcomes = _collect(pipes, time.monotonic() + LIMIT)
         for process in processes:
             process.kill()
             process.join()
@@ -78,13 +90,13 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Outcome]:
     return outcomes
 
 
-def _member(body: Callable[..., Any], settings: tuple[int, int, Path, float, Connection], args: tuple) -> None:
-    rank, size, store, patience, pipe = settings
+def _member(body: Callable[..., Any], settings: tuple[int, int, Path, Connection], args: tuple) -> None:
+    rank, size, store, pipe = settings
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=patience)
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=2 * LIMIT)
         )
         result = body(rank, *args), None
     except BaseException:

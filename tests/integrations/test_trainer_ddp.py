@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.distributed.world import LIMIT, TORCHRUN
 from tests.integrations.runs import MODES, Build, arguments, assert_same, checkpoint, trainer
 
 ROOT = Path(__file__).parents[2]
@@ -19,9 +19,8 @@ def runs(tiny_llama: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ddp")
     for seed, name in enumerate(("whole", "resumed")):
         tiny_llama(seed=seed).save_pretrained(out / "models" / name)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "tests.integrations.ddp_run", str(out / "models"), str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    command = [*TORCHRUN, "-m", "tests.integrations.ddp_run", str(out / "models"), str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return out
 

@@ -1,8 +1,10 @@
+import numpy as np
 import pandas as pd
 import plot
 import pytest
 import tables
 from grid import load_grid
+from matplotlib import pyplot as plt
 from results import CURVE, Results
 
 SPEED = pd.DataFrame(
@@ -36,10 +38,34 @@ def test_step_time_has_its_share_of_a_refresh(method, settings, seconds):
     assert tables.step_seconds(method, settings, SPEED) == pytest.approx(seconds)
 
 
+def drawn(axes):
+    """The lines of a plot: where they are, by the first word of their label."""
+    return {line.get_label().split()[0]: line.get_xydata() for line in axes.lines}
+
+
 def test_figures_are_drawn(directory):
+    """Sweeps of two methods over two rates; the mean of two seeds against tokens and against time."""
+    plt.close("all")
     plot.main(["--directory", str(directory), "--out", str(directory)])
-    assert (directory / "quality_lr.png").stat().st_size > 10_000
-    assert (directory / "quality_curves.png").stat().st_size > 10_000
+    sweeps, curves = (plt.figure(number) for number in plt.get_fignums())
+    for name, figure in (("quality_lr", sweeps), ("quality_curves", curves)):
+        pixels = plt.imread(directory / f"{name}.png")
+        assert pixels.shape[:2] == tuple((150 * figure.get_size_inches()[::-1]).astype(int))
+        assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 10
+    (axes,) = sweeps.axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("learning rate", "held-out loss, nats per byte")
+    assert axes.get_legend() is not None
+    lines = drawn(axes)
+    assert lines.keys() == {"adamw", "grass"}
+    np.testing.assert_allclose(lines["adamw"], [[0.001, 3.0], [0.01, 2.9]])
+    np.testing.assert_allclose(lines["grass"], [[0.001, 2.8], [0.01, 2.7]])
+    by_tokens, by_time = curves.axes
+    assert (by_tokens.get_xlabel(), by_time.get_xlabel()) == ("million tokens", "seconds of measured step time")
+    assert [line.get_label() for line in by_tokens.lines] == ["adamw (2.550, 2 seeds)"]
+    done = np.arange(1, len(CURVE) + 1) / len(CURVE)
+    for axes, whole in ((by_tokens, 160 / 1e6), (by_time, 10 * 0.010)):
+        np.testing.assert_allclose(drawn(axes)["adamw"], np.stack([done * whole, np.full_like(done, 2.55)], 1))
+    plt.close("all")
 
 
 def test_every_study_has_its_table(directory, capsys):

@@ -2,7 +2,6 @@ import dataclasses
 import signal
 import subprocess
 import sys
-import time
 
 import pandas as pd
 import pytest
@@ -96,19 +95,34 @@ def test_killed_and_continued(tmp_path, grid_file, base):
     wanted = "methods: [adamw, grass], horizon: short, seeds: [0], vary: {lr: [0.001, 0.01]}"
     grid_file.write_text(grid_file.read_text().replace(wanted, f"task: classify, {wanted}"))
     whole = [*command(tmp_path), "--base", str(base)]
-    process = subprocess.Popen([sys.executable, str(SCRIPTS / "study" / "run.py"), *whole], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "cells.csv").exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    died = subprocess.run([sys.executable, "-c", DYING, *whole], cwd=SCRIPTS / "study", check=False)
+    assert died.returncode == -signal.SIGKILL
     killed = rows(tmp_path)
-    assert 1 <= len(killed) < 8
+    assert len(killed) == 2
     assert study.main(whole) == 0
     finished = rows(tmp_path)
     assert len(finished) == 8
     assert finished["accuracy"].notna().tolist() == finished["task"].ne("pretrain").tolist()
     pd.testing.assert_frame_equal(finished.iloc[: len(killed)], killed)
+
+
+DYING = """
+import os, signal, sys
+sys.path.insert(0, ".")
+import run
+
+train, begun = run.run_cell, []
+
+def run_cell(cell, grid, base):
+    begun.append(cell)
+    if len(begun) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train(cell, grid, base)
+
+run.run_cell = run_cell
+run.main(sys.argv[1:])
+"""
+"""Runs the grid, and dies in the third cell."""
 
 
 def test_a_mistake_in_the_grid_ends_the_command(grid_file, capsys):

@@ -6,13 +6,17 @@ A fork server imports the libraries once; each run is a process forked from it, 
 from __future__ import annotations
 
 import csv
+import itertools
 import multiprocessing
+import os
 import runpy
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 PRETRAIN = Path(__file__).parents[2] / "scripts" / "pretrain.py"
 TINY = (
@@ -29,7 +33,8 @@ TINY = (
     "--log-every",
     "1",
 )
-START_TIMEOUT = 120
+LIMIT = 1800
+"""Seconds after which a run hangs: none takes as long on the slowest machine."""
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -37,25 +42,51 @@ context.set_forkserver_preload(
 )
 
 
-def start(out: Path, *flags: str) -> ForkServerProcess:
-    """Start a tiny run."""
-    process = context.Process(target=_pretrain, args=(["--out", str(out), *TINY, *flags],))
+def start(out: Path, *flags: str, spoil: Callable[[], None] | None = None) -> ForkServerProcess:
+    """Start a tiny run, in whose process ``spoil`` is called first."""
+    process = context.Process(target=_pretrain, args=(["--out", str(out), *TINY, *flags], spoil))
     process.start()
     return process
 
 
 def finish(process: ForkServerProcess) -> int:
     """Wait for a run to end: its exit code."""
-    process.join(START_TIMEOUT)
+    process.join(LIMIT)
     assert process.exitcode is not None, "the run hangs"
     return process.exitcode
 
 
-def wait_until(process: ForkServerProcess, condition: Callable[[], bool]) -> None:
-    """Return as soon as the condition holds; fail if the run ends before that."""
-    while not condition():
-        process.join(0.0005)
-        assert process.is_alive(), "the run ended too early"
+def signal_itself(number: int, step: int) -> None:
+    """Have the run send itself a signal when it begins the step after ``step``."""
+    from grass.training.run.loop import Trainer
+
+    train_step = Trainer.train_step
+
+    def signalled(trainer: Trainer) -> Any:
+        if trainer.step == step:
+            os.kill(os.getpid(), number)
+        return train_step(trainer)
+
+    Trainer.train_step = signalled
+
+
+def die_saving(step: int, events: int) -> None:
+    """Have the run kill itself in the first checkpoint from ``step`` on, after so many operations on its files."""
+    from grass.training.run.checkpoint import TEMPORARY
+    from grass.training.run.loop import Trainer
+
+    save, left = Trainer.save, itertools.count(events, -1)
+
+    def watch(event: str, arguments: tuple) -> None:
+        if arguments and TEMPORARY in str(arguments[0]) and next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying(trainer: Trainer) -> None:
+        if trainer.step >= step:
+            sys.addaudithook(watch)
+        save(trainer)
+
+    Trainer.save = dying
 
 
 def logged_steps(out: Path) -> list[int]:
@@ -64,11 +95,13 @@ def logged_steps(out: Path) -> list[int]:
     return [int(row["step"]) for row in csv.DictReader(path.open())] if path.exists() else []
 
 
-def _pretrain(arguments: Sequence[str]) -> None:
+def _pretrain(arguments: Sequence[str], spoil: Callable[[], None] | None) -> None:
     import torch
     from tqdm import tqdm
 
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # not its multiprocessing lock, which a killed process leaves behind
+    if spoil is not None:
+        spoil()
     sys.argv = [str(PRETRAIN), *arguments]
     runpy.run_path(str(PRETRAIN), run_name="__main__")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from grass.training.run.states import read_state
-from tests.training.runs import finish, logged_steps, start, wait_until
+from tests.training.runs import die_saving, finish, logged_steps, signal_itself, start
 
 STEPS = 16
+EVENTS = 16
+"""Operations on files that writing a checkpoint takes, at least; deleting what is left of one takes some more."""
 COMMON = ("--steps", str(STEPS), "--save-every", "3", "--eval-every", "5", "--lr", "3e-3")
 GRASS = ("--optimizer", "grass", "--rank", "0.25", "--dim", "1", "--update-interval", "4")
 SAMPLED = ("--selection", "multinomial_norm", "--weight-decay", "0.1")
@@ -58,15 +60,10 @@ def assert_same_bits(actual, expected):
     assert rows == expected_rows
 
 
-def killed_at(out, flags, step, moment):
-    """Start or continue a run, and kill it after a step, or while it writes the first checkpoint from that step on."""
-    process = start(out, *flags, "--resume")
-    wait_until(process, lambda: (logged_steps(out) or [0])[-1] >= step)
-    if moment == "while saving":
-        checkpoints = out / "checkpoints"
-        wait_until(process, lambda: checkpoints.exists() and any(checkpoints.glob(".incomplete-*")))
-    process.kill()
-    assert finish(process) == -9
+def killed_at(out, flags, step, events):
+    """Start or continue a run that dies after a step, or ``events`` into the first checkpoint from that step on."""
+    spoil = partial(signal_itself, signal.SIGKILL, step) if events is None else partial(die_saving, step, events)
+    assert finish(start(out, *flags, "--resume", spoil=spoil)) == -signal.SIGKILL
 
 
 def test_killed_twice_and_resumed(alone, tmp_path):
@@ -74,10 +71,10 @@ def test_killed_twice_and_resumed(alone, tmp_path):
     seed = random.SystemRandom().randrange(2**32)
     draw = random.Random(seed)
     first, second = draw.randrange(1, STEPS // 2), draw.randrange(STEPS // 2, STEPS - 3)
-    moments = draw.sample(["between steps", "while saving"], 2)
-    print(f"{seed=}: killed {moments[0]} after step {first}, {moments[1]} after step {second}")
-    killed_at(tmp_path, flags, first, moments[0])
-    killed_at(tmp_path, flags, second, moments[1])
+    events = draw.sample([None, draw.randrange(EVENTS)], 2)
+    print(f"{seed=}: killed after steps {first} and {second}, while saving after {events} events")
+    killed_at(tmp_path, flags, first, events[0])
+    killed_at(tmp_path, flags, second, events[1])
     assert finish(start(tmp_path, *flags, "--resume")) == 0
     assert_same_bits(left_behind(tmp_path), expected)
     assert logged_steps(tmp_path) == list(range(1, STEPS + 1))
@@ -88,13 +85,9 @@ def test_killed_twice_and_resumed(alone, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
 def test_stopped_by_a_signal_and_resumed(alone, number, tmp_path):
     flags, expected = alone
-    process = start(tmp_path, *flags)
-    wait_until(process, lambda: len(logged_steps(tmp_path)) >= 4)
-    os.kill(process.pid, number)
-    assert finish(process) == 0
-    stopped_at = logged_steps(tmp_path)[-1]
-    assert stopped_at < STEPS
-    assert (tmp_path / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
+    assert finish(start(tmp_path, *flags, spoil=partial(signal_itself, number, 4))) == 0
+    assert logged_steps(tmp_path) == [1, 2, 3, 4, 5]
+    assert (tmp_path / "checkpoints" / "step-00000005" / "manifest.json").exists()
     assert not (tmp_path / "model").exists()
     assert finish(start(tmp_path, *flags, "--resume")) == 0
     assert_same_bits(left_behind(tmp_path), expected)

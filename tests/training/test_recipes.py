@@ -79,9 +79,16 @@ def test_smoke(recipe, tmp_path, capsys):
     arguments = [*flags(recipe, "--smoke"), "--out", str(tmp_path), "--device", "cpu"]
     pretrain["main"](arguments)
     printed = capsys.readouterr().out
-    assert re.search(r"tokens/s", printed)
-    assert re.search(r"model TFLOP/s; peak memory [\d,]+ bytes", printed)
-    assert pd.read_csv(tmp_path / "metrics.csv")["loss"].notna().sum() == 4
+    evaluated, rate = re.search(r"^eval loss ([\d.]+), ([\d,]+) tokens/s$", printed, re.MULTILINE).groups()
+    flops, peak = re.search(r"^(\S+) model TFLOP/s; peak memory ([\d,]+) bytes$", printed, re.MULTILINE).groups()
+    assert float(flops) > 0
+    assert int(rate.replace(",", "")) > 0
+    assert int(peak.replace(",", "")) > 50e6
+    log = pd.read_csv(tmp_path / "metrics.csv")
+    assert log["loss"].notna().sum() == 4
+    assert log["loss"].iloc[-1] < log["loss"].iloc[0] - 0.1
+    assert (log["tokens_per_second"] > 0).all()
+    assert float(evaluated) == pytest.approx(log["eval_loss"].iloc[-1], abs=1e-4)
     assert list((tmp_path / "checkpoints").glob("step-*/manifest.json"))
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.bfloat16

@@ -1,0 +1,87 @@
+"""Source distribution and wheel: complete, and usable where the tree and its Python path are not."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import grass
+
+ROOT = Path(__file__).parents[1]
+KERNELS = ROOT / "grass" / "kernels"  # in a wheel; in the tree it is triton_kernels/
+SOURCES = {
+    *(str(path.relative_to(ROOT)) for path in (ROOT / "grass").rglob("*.py") if KERNELS not in path.parents),
+    *(str(path.relative_to(ROOT)) for path in (ROOT / "triton_kernels").glob("*.py")),
+    *(f"grass/{name}" for name in ("py.typed", "cpu/kernel.cpp", "cpu/kernel.h", "cpu/explored.cpp")),
+}
+USE = """
+import torch, grass, grass.kernels, grass.cpu.kernel
+weight = torch.nn.Parameter(torch.ones(8, 6))
+optimizer = grass.GrassAdamW([weight], rank=2, fused=FUSED)
+weight.grad = torch.ones(8, 6)
+optimizer.step()
+assert (weight != 1).any() and torch.isfinite(weight).all()
+for module in (grass, grass.kernels, grass.cpu.kernel):
+    print(module.__file__)
+"""
+
+
+def python(*arguments: object, path: Path, cwd: Path) -> str:
+    """Run Python elsewhere, with ``path`` first on its own path; what it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(path), "XDG_CACHE_HOME": str(cwd / "cache")}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is built of a copy of the tree by a Python that cannot import torch: the version is read, not imported."""
+    folder = tmp_path_factory.mktemp("packaging")
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=ignored)
+    (folder / "broken").mkdir()
+    (folder / "broken" / "torch.py").write_text("raise ImportError('torch is not there when a package is built')")
+    python("-m", "build", "--no-isolation", "--outdir", folder / "dist", "tree", path=folder / "broken", cwd=folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_source_distribution(built: Path) -> None:
+    with tarfile.open(built / "dist" / f"grass_torch-{grass.__version__}.tar.gz") as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    assert names >= SOURCES | {"LICENSE", "README.md", "pyproject.toml", "setup.cfg"}
+    assert not any(name.startswith("tests") for name in names)
+
+
+@pytest.mark.slow
+def test_wheel(built: Path) -> None:
+    """Exactly the sources, and the metadata."""
+    with zipfile.ZipFile(built / "dist" / f"grass_torch-{grass.__version__}-py3-none-any.whl") as archive:
+        names = set(archive.namelist())
+    metadata = {name for name in names if name.startswith(f"grass_torch-{grass.__version__}.dist-info/")}
+    assert names - metadata == {name.replace("triton_kernels/", "grass/kernels/") for name in SOURCES}
+    assert any(name.endswith("/LICENSE") for name in metadata)
+
+
+@pytest.mark.slow
+def test_metadata_is_valid(built: Path) -> None:
+    python("-m", "twine", "check", "--strict", *(built / "dist").iterdir(), path=built, cwd=built)
+
+
+@pytest.mark.slow
+def test_wheel_works_outside_the_tree(built: Path) -> None:
+    target = built / "installed"
+    options = ["--quiet", "--no-deps", "--no-index", "--target", target]
+    python("-m", "pip", "install", *options, *(built / "dist").glob("*.whl"), path=built, cwd=built)
+    compiler = any(map(shutil.which, ("g++", "clang++")))
+    code = USE.replace("FUSED", "True" if compiler else "None")
+    files = python("-c", code, path=target, cwd=built).split()
+    assert len(files) == 3
+    assert all(Path(file).is_relative_to(target) for file in files)
