@@ -16,17 +16,15 @@ gradient ``18 r n``; and ``r n / 16`` for the scales.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from .compact_adamw import _correction, _store
+from .compact_adamw import _correction, _store, moment_words
 from .compact_adamw import _twin as compact_adamw_twin
 from .dispatch import kernel_op
-from .language import cdiv, jit, narrowed, tl
+from .language import cdiv, jit, logarithm, narrowed, tl
 from .moment_codes import decode_moment, dynamic_map, encode_moment
-from .random_bits import key_words, random_bits, random_bits_kernel
+from .random_bits import Stream, key_words, random_bits, random_bits_kernel
 
 
 def compact_adamw_8bit_(
@@ -107,10 +105,10 @@ def _twin(
     compact_adamw_twin(weight, indices, rows, grad, first, second, ages, *numbers)
     place = torch.arange(exp_avg.numel(), device=exp_avg.device)
     for codes, scale, value, stream in (
-        (exp_avg, exp_avg_scale, first, 1),
-        (exp_avg_sq, exp_avg_sq_scale, second.sqrt_(), 2),
+        (exp_avg, exp_avg_scale, first, Stream.EXP_AVG),
+        (exp_avg_sq, exp_avg_sq_scale, second.sqrt_(), Stream.EXP_AVG_SQ),
     ):
-        new_codes, new_scale = encode_moment(value, stream == 1, random_bits(place, moment_key, stream))
+        new_codes, new_scale = encode_moment(value, stream == Stream.EXP_AVG, random_bits(place, moment_key, stream))
         codes.copy_(new_codes)
         scale.copy_(new_scale)
 
@@ -139,8 +137,8 @@ def _launch(
     r, n = exp_avg.shape
     values = weight if rows is None else rows
     levels = [dynamic_map(signed, str(weight.device)) for signed in (True, False)]
-    logs = (math.log(beta) if beta > 0 else -1e30 for beta in (beta1, beta2))
-    words = *key_words(key or 0), *key_words(moment_key, 1), key_words(moment_key, 2)[1]
+    logs = logarithm(beta1), logarithm(beta2)
+    words = *key_words(key or 0), *moment_words(moment_key)
     strides = *weight.stride(), *values.stride(), *grad.stride()
     hyperparameters = step, step_size, *logs, 1 - beta1, beta2, 1 - beta2, eps, shrink, -1.0 if maximize else 1.0
     flags = not exp_avg.is_contiguous(), rows is not None, gather_grad, ages is not None, key is not None
