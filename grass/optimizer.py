@@ -17,10 +17,11 @@ from grass.health import Health, Owner
 from grass.options import SHARED_KEYS, as_plain, is_projected, settings_of, validate
 from grass.parallel.background import Background
 from grass.parallel.ranks import Ranks, checksum
-from grass.parallel.shards import assembled, assembled_bank, local
+from grass.parallel.shards import local
 from grass.state.bank import Share
 from grass.state.bank_exchange import shares_bank
-from grass.state.moments import HOST_KEYS, State
+from grass.state.schema import HOST_KEYS, State
+from grass.state.sharding import assembled, assembled_bank
 from grass.stepping import step_device
 from grass.stepping.whole import WholeStep
 from grass.validation import check_changed, tensors_of, validate_group

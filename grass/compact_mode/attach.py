@@ -16,9 +16,10 @@ from grass.parallel.ranks import Ranks
 from grass.parallel.shards import local
 from grass.selection.exploration import explored_directions
 from grass.selection.projector import Projector
-from grass.state.moments import State, source_rows
+from grass.state.moments import source_rows
 from grass.state.precision import rounding_key
 from grass.state.refresh import Carry, refresh_due
+from grass.state.schema import State
 
 
 def attach(

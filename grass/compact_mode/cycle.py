@@ -15,8 +15,8 @@ from grass.parallel.shards import check_shards
 from grass.selection.draws import selection_generator
 from grass.selection.exploration import draw_explored
 from grass.selection.rules import needs_norms
-from grass.state.moments import State, shared_steps
 from grass.state.refresh import Carry, refresh
+from grass.state.schema import State, shared_steps
 
 
 def layers_of(parameters: Iterable[Tensor]) -> list[CompactLayer]:

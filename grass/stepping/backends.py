@@ -25,7 +25,7 @@ from grass.stepping.rows import Rows
 
 def step_rows(step: GroupStep, every: list[Rows]) -> None:
     """Step rows, whose counts include this step, and write them into their weights; then the explored ones."""
-    batch, rest, exploring = cpu_kernel.Batch(step.group["fused"]), [], []
+    batch, rest, exploring = cpu_kernel.Batch(step.options.fused), [], []
     triton: dict[str, bool] = {}
     for rows in every:
         numbers, state = _numbers(step, rows), rows.state
@@ -57,17 +57,17 @@ def step_rows(step: GroupStep, every: list[Rows]) -> None:
 
 def _numbers(step: GroupStep, rows: Rows) -> Numbers:
     numbers = step.numbers(rows.state)
-    if rows.values is None and step.group["decay"] == "all":  # done, with the rest of the weight
+    if rows.values is None and step.options.decay == "all":  # done, with the rest of the weight
         return numbers._replace(shrink=1.0)
     return numbers
 
 
 def _takes_kernel(step: GroupStep, rows: Rows, triton: dict[str, bool]) -> bool:
     """Whether rows go through :func:`grass.kernels.compact_adamw_`; ``triton`` remembers which devices do."""
-    values, group = rows.stepped(), step.group
+    values, options = rows.stepped(), step.options
     if rows.scale is not None or type(values) is not Tensor:
         return False
-    if group["moment_dtype"] != "float32" or (group["stochastic_rounding"] and is_half(values.dtype)):
+    if options.moment_dtype != "float32" or (options.stochastic_rounding and is_half(values.dtype)):
         return True
     device = values.device.type
     if device not in triton:

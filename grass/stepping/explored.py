@@ -40,7 +40,7 @@ def step_explored(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
         grad,
         factors,
         lengths.mean(),
-        step_size=-size if step.group["maximize"] else size,
+        step_size=-size if step.options.maximize else size,
         dim=dim,
         rows=None if weight is explored.values else explored.values,
         norms=norms,
@@ -51,11 +51,11 @@ def step_explored(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
 
 def _factors(step: GroupStep, rows: Rows, row_steps: Tensor | int) -> tuple[Tensor, Tensor]:
     """``phi`` and ``|D_k|``, from moments that this step has updated; 8-bit ones are decoded first."""
-    state, group = rows.state, step.group
+    state, options = rows.state, step.options
     moments = read_moments(state) if "exp_avg_scale" in state else (state["exp_avg"], state["exp_avg_sq"])
     indices = rows.indices if rows.values is None else None
-    options = {"dim": rows.dim, "betas": group["betas"], "eps": group["eps"]}
-    factors, lengths = move_factors(*moments, rows.grad, row_steps, indices=indices, **options)
+    numbers = {"dim": rows.dim, "betas": options.betas, "eps": options.eps}
+    factors, lengths = move_factors(*moments, rows.grad, row_steps, indices=indices, **numbers)
     return factors, lengths
 
 

@@ -23,7 +23,7 @@ Numbered = tuple[Rows, Numbers]
 
 def step_by_operators(step: GroupStep, every: list[Numbered]) -> None:
     """Step rows and write them into their weights."""
-    precision = step.group["moment_dtype"]
+    precision = step.options.moment_dtype
     for bucket in _buckets(every):
         with ExitStack() as stack:
             for rows, _ in bucket if precision != "float32" else ():
@@ -107,7 +107,7 @@ def _coefficients(step: GroupStep, bucket: list[Numbered]) -> list[StepCoefficie
     ]
     sizes = torch.tensor([numbers.step_size for _, numbers in bucket], dtype=torch.float64)
     sizes = sizes.repeat_interleave(torch.tensor(counts), output_size=sum(counts)).to(like)
-    every = StepCoefficients.at(torch.cat(ages), sizes, step.group["betas"])
+    every = StepCoefficients.at(torch.cat(ages), sizes, step.options.betas)
     parts = zip(torch.split(every.step_size, counts), torch.split(every.denominator, counts), strict=True)
     return [StepCoefficients(*part).along(rows.dim) for (rows, _), part in zip(bucket, parts, strict=True)]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from grass.selection.projector import Projector
-from grass.state.moments import State
+from grass.state.schema import State
 
 
 @dataclass(slots=True)
