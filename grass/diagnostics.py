@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from grass.compact_mode.cycle import by_active_rows, layers_of
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.registry import by_active_rows, layers_of
 from grass.options import as_matrix, is_projected
 from grass.state.moments import moment_dtype
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.hooks import RemovableHandle
 
-from grass.optimizer import GrassAdamW, check_gradient
+from grass.optimizer import GrassAdamW
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded
+from grass.step_checks import check_gradient
 from grass.stepping.whole import WholeStep
 
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from grass.compact_mode.cycle import adopt, arm, choose_rows, layers_of, norms_for, prepare, resume
+from grass.compact_mode.cycle import Trained, adopt, advance, arm, resume
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.registry import layers_of
 from grass.options import validate
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import local
@@ -18,7 +19,7 @@ from grass.selection.exploration import explored_directions
 from grass.selection.projector import Projector
 from grass.state.moments import source_rows
 from grass.state.precision import rounding_key
-from grass.state.refresh import Carry, refresh_due
+from grass.state.refresh import Carry
 from grass.state.schema import State
 
 
@@ -115,7 +116,7 @@ class Attachment:
             self.states[name] = adopt(layer, {}, lambda old, new: None)
             arm(layer, self.states[name], group)
         optimizer.writes_back_active_rows = True  # type: ignore[attr-defined]
-        self._before: dict[str, Tensor] = {}
+        self._before: dict[int, Tensor] = {}
         before, after = (
             torch.compiler.disable(hook, reason="data decides the rows")  # type: ignore[no-untyped-call]
             for hook in (self._before_step, self._after_step)
@@ -145,30 +146,31 @@ class Attachment:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for name, layer in self.layers.items():
+        for layer, _, position in self._trained():
             layer.sync()
             if layer.reach:
-                self._before[name] = layer.rows().clone()
+                self._before[position] = layer.rows().clone()
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        ranks = Ranks.of(self.process_group)
-        for index, (name, layer) in enumerate(self.layers.items()):
-            self.states[name]["step"] += 1
-            if name in self._before and layer.active.grad is not None:
-                self._explore(layer, self._before.pop(name), optimizer.state.get(layer.active, {}))
-            layer.write_back(rounding_key(self.group, index, self.states[name]["step"]))
-        due = {name: layer for name, layer in self.layers.items() if refresh_due(self.states[name], self.group)}
-        norms = dict(zip(due, norms_for(list(due.values()), self.group, ranks), strict=True))
-        for index, (name, layer) in enumerate(self.layers.items()):
-            if name in due:
-                carry = self._carry(optimizer.state.get(layer.active, {}), layer)
-                choose_rows(layer, norms[name], self.states[name], carry, self.group, index)
-            prepare(layer, self.states[name], self.group, index)
-        ranks.verify_selection([layer.selected for layer in due.values()])
+        ranks, every = Ranks.of(self.process_group), self._trained()
+        for layer, state, position in every:
+            state["step"] += 1
+            if position in self._before and layer.active.grad is not None:
+                self._explore(layer, self._before.pop(position))
+            layer.write_back(rounding_key(self.group, position, state["step"]))
+        ranks.verify_selection(advance(every, self.group, ranks, self._carry_of))
 
-    def _explore(self, layer: CompactLayer, before: Tensor, rows_state: State) -> None:
-        """Replace the optimizer's move of explored rows by ours, and drop its state for them."""
+    def _trained(self) -> list[Trained]:
+        return [Trained(self.layers[name], self.states[name], index) for index, name in enumerate(self.layers)]
+
+    def _state_of_rows(self, layer: CompactLayer) -> list[Tensor]:
+        """The optimizer's state tensors that have the shape of the active rows."""
+        values = self.optimizer.state.get(layer.active, {}).values()
+        return [value for value in values if isinstance(value, Tensor) and value.shape == layer.active.shape]
+
+    def _explore(self, layer: CompactLayer, before: Tensor) -> None:
+        """Replace the optimizer's move of explored rows by ours, and zero its state for them."""
         assert layer.active.grad is not None
         grad, rows = local(layer.active.grad), layer.rows()
         update = layer.selected_part(before) - layer.selected_part(rows)
@@ -176,18 +178,15 @@ class Attachment:
         unit, lengths = explored_directions(update, layer.selected_part(grad), local(like), layer.dim, like)
         moved = unit * lengths.unsqueeze(1 - layer.dim) * layer.reach
         layer.explored_part(rows).copy_(layer.explored_part(before) - moved)
-        for value in rows_state.values():
-            if isinstance(value, Tensor) and value.shape == layer.active.shape:
-                layer.explored_part(local(value)).zero_()
+        for value in self._state_of_rows(layer):
+            layer.explored_part(local(value)).zero_()
 
-    def _carry(self, rows_state: State, layer: CompactLayer) -> Carry:
-        """The state policy on whatever the optimizer keeps in the shape of the active rows."""
+    def _carry_of(self, item: Trained) -> Carry:
+        """The state policy, applied to the optimizer's own state."""
+        layer = item.layer
 
         def carry(old: Projector | None, new: Projector) -> None:
-            shape = layer.active.shape
-            for value in rows_state.values():
-                if not isinstance(value, Tensor) or value.shape != shape:
-                    continue
+            for value in self._state_of_rows(layer):
                 selected = layer.selected_part(value)
                 if self.group["state_policy"] == "reset" or old is None:
                     selected.zero_()

@@ -2,21 +2,19 @@ r"""Compact mode: convert a model so that its active rows are ordinary parameter
 
 from __future__ import annotations
 
-import functools
 import logging
-import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from grass.compact_mode.cycle import gathered_norms
 from grass.compact_mode.int8 import Int8Linear
-from grass.compact_mode.layer import LAYERS, CompactLayer, CompactLinear
+from grass.compact_mode.layer import CompactLayer, CompactLinear
 from grass.compact_mode.left_alone import left_alone
+from grass.compact_mode.registry import LAYERS, watch_optimizers
 from grass.options import check_value, resolve_rank
 from grass.parallel.ranks import Ranks
 from grass.selection.exploration import draw_explored, reach, resolve_explore
@@ -102,7 +100,7 @@ def compact(
     for index, (name, layer_ranks) in enumerate(ranks.items()):
         if not isinstance(layers[name], CompactLayer):
             _convert(layers[name], name, *layer_ranks, dim, dtype, weights, (seed, index))
-    _watch_optimizers()
+    watch_optimizers()
     if calibration is not None:
         calibrate(model, calibration)
     converted = [name for name, layer in model.named_modules() if isinstance(layer, CompactLayer)]
@@ -149,6 +147,29 @@ def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
         if layer_norms.any():
             layer.select(select_rows(layer_norms, layer.rank).indices)
             layer.explore(first_explored(layer))
+
+
+def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The named parameters of a converted model that train.
+
+    Raises:
+        ValueError: the model has no active rows, or all of them are frozen.
+    """
+    layers = [module for module in model.modules() if isinstance(module, CompactLayer)]
+    frozen = [layer.label for layer in layers if not layer.active.requires_grad]
+    if layers and len(frozen) == len(layers):
+        raise ValueError(
+            f"The active rows of all {len(layers)} converted layers are frozen (requires_grad=False), as PEFT freezes "
+            "a base model: convert a model or wrap it by PEFT, not both"
+        )
+    if frozen:
+        logger.warning("Grass: active rows frozen (requires_grad=False), not trained: %s", ", ".join(frozen))
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no active rows: convert it first, grass.compact(model, rank=...), or pass "
+            "grass.param_groups(model, rank=...) or model.parameters() to train it from full gradients"
+        )
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def first_explored(layer: CompactLayer) -> Tensor:
@@ -246,37 +267,6 @@ CONVERSION_ATTRIBUTES = (
     "_probes",
 )
 """What a conversion or training leaves in a layer's ``__dict__``, beside parameters and buffers."""
-
-_CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
-
-
-def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before an optimizer's first step, and after more was converted: refuse what would train nothing, or in vain."""
-    if not LAYERS:
-        return
-    writes_back = getattr(optimizer, "writes_back_active_rows", False)
-    version = writes_back, LAYERS.additions, *(len(group["params"]) for group in optimizer.param_groups)
-    if _CHECKED.get(optimizer) == version:
-        return
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for layer in LAYERS:
-        active, weight = layer._parameters.get("active"), layer._parameters.get("weight")  # past slow __getattr__
-        if id(active) not in held and id(weight) in held:
-            raise RuntimeError(
-                "This optimizer was built before grass.compact() converted the model and holds none of its active "
-                "rows: build the optimizer after the conversion"
-            )
-        if id(active) in held and not writes_back:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} would train active rows that never reach the model's weights: use "
-                "grass.GrassAdamW, or call grass.attach(optimizer, model) once after building this one"
-            )
-    _CHECKED[optimizer] = version
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_check_optimizer)
 
 
 def _compact_class(module: nn.Module, weights: str | None = None) -> type[CompactLayer] | None:

@@ -1,42 +1,51 @@
-"""Stepping active rows: what an optimizer does around the update of a converted layer."""
+"""The cycle of a converted layer under an optimizer: :class:`grass.GrassAdamW` and :func:`grass.attach` share it.
+
+1. :func:`adopt` creates state for the rows that the conversion selected.
+2. :func:`arm` begins a sketch if the coming step will choose rows by norms.
+3. The optimizer steps the active rows and writes them back.
+4. :func:`advance` chooses new rows if that is due, carries their state over, draws other explored rows, and arms again.
+
+After loading, :func:`resume` returns to the saved rows.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grass.compact_mode.layer import LAYERS, CompactLayer
+from grass.compact_mode.layer import CompactLayer
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import check_shards
 from grass.selection.draws import selection_generator
 from grass.selection.exploration import draw_explored
 from grass.selection.rules import needs_norms
-from grass.state.refresh import Carry, refresh
+from grass.state.refresh import Carry, refresh, refresh_due
 from grass.state.schema import State, shared_steps
 
+NEW: State = {"step": 0, "refresh_step": 0, "refreshes": 1}
+"""The counters of active rows that have not been stepped."""
 
-def layers_of(parameters: Iterable[Tensor]) -> list[CompactLayer]:
-    """The converted layers whose active rows are among these parameters, found among all layers alive.
 
-    Hold on to the result: the search takes time in proportion to all layers alive, and the layers know their
-    parameters also after a wrapper has replaced these.
+class Trained(NamedTuple):
+    """A converted layer under an optimizer.
+
+    Attributes:
+        layer: the layer.
+        state: the age and the indices of its selection, for ``GrassAdamW`` also the moments.
+        position: its place among all parameters, which decides draws.
     """
-    alive = {id(layer._parameters.get("active")): layer for layer in LAYERS}
-    return [alive[id(p)] for p in parameters if id(p) in alive]
 
-
-def by_active_rows(layers: Iterable[CompactLayer]) -> dict[int, CompactLayer]:
-    """Layers by the ``id`` of their active rows, as of now: wrappers may replace parameters between two steps."""
-    rows = ((layer._parameters.get("active"), layer) for layer in layers)  # past __getattr__, which is slow
-    return {id(active): layer for active, layer in rows if active is not None}
+    layer: CompactLayer
+    state: State
+    position: int
 
 
 def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
-    """Begin the state of a layer with the rows that its conversion selected; returns it."""
+    """Start the state of a layer with the rows that its conversion selected. Returns the state."""
     if layer.weights and hasattr(layer.active, "to_local"):
         raise ValueError(f"weights={layer.weights!r} cannot be sharded: their scales belong to whole rows")
     check_shards(layer.weight, layer.weight_axis(layer.dim), "weight")
@@ -48,9 +57,9 @@ def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
 
 
 def reserve_rows(state: State, layer: CompactLayer) -> None:
-    """Hold a key for the rows themselves where the weight cannot hold their values; a ``state_dict`` puts them there.
+    """Reserve a key for the rows' values if the weight cannot hold them; ``state_dict`` puts the values there.
 
-    The state has it too because distributed checkpoint takes from a flat ``state_dict`` only the keys that it has.
+    The state needs the key because distributed checkpoint loads only the keys that the optimizer's state has.
     """
     state.pop("active", None)
     if layer.active.dtype != layer.weight.dtype:
@@ -58,62 +67,41 @@ def reserve_rows(state: State, layer: CompactLayer) -> None:
 
 
 def resume(layer: CompactLayer, state: State, values: Tensor | None, group: dict[str, Any], index: int) -> None:
-    """Bring a layer to the rows that a loaded state was saved with; ``values`` as in :meth:`CompactLayer.restore`."""
-    layer.restore(state["indices"], explored_rows(layer, state, group, index), values)
+    """Return a layer to the rows of a loaded state; ``values`` as in :meth:`CompactLayer.restore`."""
+    layer.restore(state["indices"], _explored_rows(layer, state, group, index), values)
     reserve_rows(state, layer)
     arm(layer, state, group)
 
 
-def gathered_norms(layers: list[CompactLayer], ranks: Ranks) -> list[Tensor]:
-    """Stop gathering sketches; returns the row norms of each, averaged over the ranks before.
+def advance(
+    every: list[Trained], group: dict[str, Any], ranks: Ranks, carry_of: Callable[[Trained], Carry]
+) -> list[Tensor]:
+    """Make layers that were stepped and written back ready for the next forward.
 
-    They are all zero where a sketch overflowed: the rows that did would be the largest, yet count as the smallest.
+    Args:
+        every: the layers.
+        group: the options that they share.
+        ranks: the ranks that train the model together.
+        carry_of: returns how the state of a layer follows its selection.
+
+    Returns:
+        The selected rows of each layer that chose rows.
     """
-    sketches = [layer.end_sketch() for layer in layers]
-    ranks.mean_(sketches)
-    return [torch.linalg.vector_norm(s if s.isfinite().all() else torch.zeros_like(s), dim=1) for s in sketches]
-
-
-def norms_for(layers: list[CompactLayer], group: dict[str, Any], ranks: Ranks) -> list[Tensor]:
-    """Norms for a selection in each layer: from its sketch, or ones for a rule that does not read them."""
-    if needs_norms(group["selection"]):
-        norms = gathered_norms(layers, ranks)
-        for layer, layer_norms in zip(layers, norms, strict=True):
-            layer.norms = layer_norms
-        return norms
-    return [torch.ones(layer.shape[layer.dim]) for layer in layers]
-
-
-def choose_rows(
-    layer: CompactLayer, norms: Tensor, state: State, carry: Carry, group: dict[str, Any], index: int
-) -> None:
-    """Select the rows that train from the next step on."""
-    refresh(state, carry, norms, layer.dim, layer.rank, group, index)
-    if "row_scale" in state:
-        raise ValueError(f"selection={group['selection']!r} scales or repeats rows: not for compact mode")
-    state["indices"] = state["indices"].to(layer.chosen.device)
-    layer.select(state["indices"])
-
-
-def explored_rows(layer: CompactLayer, state: State, group: dict[str, Any], index: int) -> Tensor | None:
-    """The rows that a layer explores in the coming step; ``None`` for those that its conversion drew."""
-    if not layer.reach or not state["step"]:
-        return None
-    count = layer.chosen.numel() - layer.rank
-    return draw_explored(state["indices"], layer.shape[layer.dim], count, group["seed"], index, state["step"])
-
-
-def prepare(layer: CompactLayer, state: State, group: dict[str, Any], index: int) -> None:
-    """Make a stepped and written-back layer ready for the next forward: other explored rows, a sketch if one is due."""
-    explored = explored_rows(layer, state, group, index)
-    if explored is not None:
-        layer.explore(explored)
-    layer.mark_synced()
-    arm(layer, state, group)
+    due = [item for item in every if refresh_due(item.state, group)]
+    norms = _norms_for([item.layer for item in due], group, ranks)
+    for item, layer_norms in zip(due, norms, strict=True):
+        _choose_rows(item, layer_norms, carry_of(item), group)
+    for layer, state, position in every:
+        explored = _explored_rows(layer, state, group, position)
+        if explored is not None:
+            layer.explore(explored)
+        layer.mark_synced()
+        arm(layer, state, group)
+    return [item.state["indices"] for item in due]
 
 
 def arm(layer: CompactLayer, state: State, group: dict[str, Any]) -> None:
-    """Gather a sketch in the coming step if it ends in a refresh whose rule reads norms."""
+    """Begin a sketch if the coming step will choose rows by a rule that reads norms."""
     due = shared_steps(state) + 1 >= group["update_interval"]
     if due and layer.sketch is None and needs_norms(group["selection"]):
         width = layer.shape[1 - layer.dim]
@@ -122,7 +110,45 @@ def arm(layer: CompactLayer, state: State, group: dict[str, Any]) -> None:
         layer.begin_sketch(None if exact else rademacher(width, group["sketch_size"], generator).to(layer.rows()))
 
 
+def gathered_norms(layers: list[CompactLayer], ranks: Ranks) -> list[Tensor]:
+    """Stop gathering sketches, average them over the ranks, and return the row norms of each.
+
+    If a sketch overflowed, its norms are all zero: its largest rows would otherwise count as the smallest.
+    """
+    sketches = [layer.end_sketch() for layer in layers]
+    ranks.mean_(sketches)
+    return [torch.linalg.vector_norm(s if s.isfinite().all() else torch.zeros_like(s), dim=1) for s in sketches]
+
+
 def rademacher(width: int, size: int, generator: torch.Generator) -> Tensor:
     """A Johnson-Lindenstrauss matrix ``S (width, size)`` of random signs over ``sqrt(size)``: ``E[S S^T] = I``."""
     signs: Tensor = 2 * torch.randint(2, (width, size), generator=generator, dtype=torch.int8) - 1
     return signs / math.sqrt(size)
+
+
+def _norms_for(layers: list[CompactLayer], group: dict[str, Any], ranks: Ranks) -> list[Tensor]:
+    """Row norms of each layer's gradient, from its sketch; ones for a rule that does not read them."""
+    if needs_norms(group["selection"]):
+        norms = gathered_norms(layers, ranks)
+        for layer, layer_norms in zip(layers, norms, strict=True):
+            layer.norms = layer_norms
+        return norms
+    return [torch.ones(layer.shape[layer.dim]) for layer in layers]
+
+
+def _choose_rows(item: Trained, norms: Tensor, carry: Carry, group: dict[str, Any]) -> None:
+    """Select the rows that train from the next step on."""
+    layer, state, position = item
+    refresh(state, carry, norms, layer.dim, layer.rank, group, position)
+    if "row_scale" in state:
+        raise ValueError(f"selection={group['selection']!r} scales or repeats rows: not for compact mode")
+    state["indices"] = state["indices"].to(layer.chosen.device)
+    layer.select(state["indices"])
+
+
+def _explored_rows(layer: CompactLayer, state: State, group: dict[str, Any], index: int) -> Tensor | None:
+    """The rows that a layer explores in the coming step; ``None`` keeps those that its conversion drew."""
+    if not layer.reach or not state["step"]:
+        return None
+    count = layer.chosen.numel() - layer.rank
+    return draw_explored(state["indices"], layer.shape[layer.dim], count, group["seed"], index, state["step"])

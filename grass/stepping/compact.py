@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from grass.compact_mode.cycle import adopt, choose_rows, norms_for, prepare
+from grass.compact_mode.cycle import Trained, adopt, advance
 from grass.compact_mode.layer import CompactLayer
 from grass.parallel.shards import local
 from grass.state.bank_exchange import BankExchange
 from grass.state.policies import Policy, policy_of
 from grass.state.precision import shrink_
-from grass.state.refresh import refresh_due
 from grass.stepping.backends import step_rows
 from grass.stepping.group import GroupStep, Member, count
 from grass.stepping.rows import Explored, Rows
@@ -30,9 +29,7 @@ def step_active(step: GroupStep, every: list[Active]) -> None:
     for member, layer in begun:
         if layer.scale() is not None:
             layer.write_back(step.key(member.position, member.state))
-    _refresh(step, [item for item in begun if refresh_due(item[0].state, step.options)])
-    for member, layer in begun:
-        prepare(layer, member.state, step.group, member.position)
+    _advance(step, [Trained(layer, member.state, member.position) for member, layer in begun])
 
 
 def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
@@ -40,16 +37,12 @@ def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
     fresh = [item for item in every if not item[0].state]
     exchange = BankExchange.of(step.group, step.ranks)
     for member, layer in fresh:
-        adopt(layer, member.state, _policy(step, member, layer, exchange))
+        adopt(layer, member.state, policy_of(member.state, layer.matrix(), step.options, member.position, exchange))
     if fresh and not step.lr:
         moves = any(bool(member.grad.any()) for member, _ in fresh)
         if not step.ranks.any(moves, local(fresh[0][0].grad).device):
             return [item for item in every if item[0].state["step"] > 0]
     return every
-
-
-def _policy(step: GroupStep, member: Member, layer: CompactLayer, exchange: BankExchange) -> Policy:
-    return policy_of(member.state, layer.matrix(), step.options, member.position, exchange)
 
 
 def _rows(member: Member, layer: CompactLayer) -> Rows:
@@ -63,12 +56,12 @@ def _rows(member: Member, layer: CompactLayer) -> Rows:
     return Rows(weight, layer.selected, None, layer.dim, *selected, state, index, explored)
 
 
-def _refresh(step: GroupStep, due: list[Active]) -> None:
-    """Select new rows, by norms summed over the ranks if the rule reads them."""
-    norms = norms_for([layer for _, layer in due], step.group, step.ranks)
+def _advance(step: GroupStep, every: list[Trained]) -> None:
+    """Select new rows if that is due, and prepare all layers for the next forward."""
     exchange = BankExchange.of(step.group, step.ranks, step.background)
-    for (member, layer), layer_norms in zip(due, norms, strict=True):
-        carry = _policy(step, member, layer, exchange)
-        choose_rows(layer, layer_norms, member.state, carry, step.group, member.position)
-        step.chosen.append(member.state["indices"])
+
+    def policy(item: Trained) -> Policy:
+        return policy_of(item.state, item.layer.matrix(), step.options, item.position, exchange)
+
+    step.chosen.extend(advance(every, step.group, step.ranks, policy))
     exchange.finish()

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import grass
-from grass.compact_mode.layer import LAYERS, CompactLayer, CompactLinear
+from grass.compact_mode.layer import CompactLayer, CompactLinear
+from grass.compact_mode.registry import LAYERS
 from tests.compact.networks import DIMS, Network, assert_same_weights, batches, compact_layers, converted, train
 
 NAMES = ["up", "mix", "down"]

@@ -1,0 +1,116 @@
+"""The active rows of a converted layer: which they are, where they are, and how other rows become active."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grass.parallel.shards import local
+from grass.selection.draws import draw_generator
+from grass.selection.projector import Projector
+from grass.state.moments import source_rows
+
+
+class ActiveRows(nn.Module):
+    """The part of :class:`grass.compact_mode.layer.CompactLayer` that reads and replaces rows.
+
+    That class documents the attributes.
+    """
+
+    weight: Any  # nn.Parameter; typed by the plain layers too
+    active: nn.Parameter
+    chosen: Tensor
+    rank: int
+    reach: float
+    dim: int
+    first_draw: tuple[int, int]
+    label: str = ""
+    selections: int = 0
+    stores_transposed = False
+
+    @property
+    def selected(self) -> Tensor:
+        """int64 ``(r,)``: the rows that have optimizer state; a view."""
+        return self.chosen[: self.rank]
+
+    @property
+    def explored(self) -> Tensor:
+        """int64 ``(q,)``: the rows that move without state in this step; a view."""
+        return self.chosen[self.rank :]
+
+    def matrix(self) -> Tensor:
+        """The weight as an ``(m, n)`` view, output features first, detached; this rank's part if it is sharded."""
+        matrix = local(self.weight.detach())
+        return matrix.t() if self.stores_transposed else matrix
+
+    def weight_axis(self, dim: int) -> int:
+        """The dimension of ``weight`` that is dimension ``dim`` of the matrix."""
+        return dim ^ self.stores_transposed
+
+    def rows(self) -> Tensor:
+        """The values of ``active``, detached; this rank's part if they are sharded."""
+        return local(self.active.detach())
+
+    def selected_part(self, rows: Tensor) -> Tensor:
+        """The entries of the selected rows in a tensor shaped like ``active``; a view."""
+        return rows if rows.shape[self.dim] == self.rank else rows.narrow(self.dim, 0, self.rank)
+
+    def explored_part(self, rows: Tensor) -> Tensor:
+        """The entries of the explored rows in a tensor shaped like ``active``; a view."""
+        return rows.narrow(self.dim, self.rank, rows.shape[self.dim] - self.rank)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(m, n)`` of the whole weight, also if it is sharded."""
+        return self.weight.shape[self.weight_axis(0)], self.weight.shape[self.weight_axis(1)]
+
+    def projector(self) -> Projector:
+        """The projector onto the selected rows."""
+        return Projector(self.selected, None, self.dim)
+
+    def active_projector(self) -> Projector:
+        """The projector onto the selected and the explored rows."""
+        return Projector(self.chosen, None, self.dim)
+
+    def set_matrix(self, matrix: Tensor) -> None:
+        """Make ``matrix (m, n)`` the weight's storage and keep its memory layout."""
+        self.weight.data = matrix.t() if self.stores_transposed else matrix
+
+    def gather(self, projector: Projector) -> Tensor:
+        """The chosen rows of the weight."""
+        return projector.gather(self.matrix())
+
+    @torch.no_grad()
+    def select(self, indices: Tensor) -> None:
+        """Make ``indices (r,)`` the selected rows: those selected already keep their values.
+
+        Call :meth:`explore` afterwards: explored rows may be among them.
+        """
+        indices = indices.to(self.chosen.device)
+        new = Projector(indices, None, self.dim)
+        kept, source = source_rows(self.projector(), new, self.shape[self.dim])
+        own = self.selected_part(self.rows())
+        rows = self.gather(new).to(own.dtype)
+        held = Projector(source, None, self.dim).gather(own)
+        own.copy_(torch.where(new.along(kept), held, rows))
+        self.selected.copy_(indices)
+        self.selections += 1
+
+    @torch.no_grad()
+    def explore(self, indices: Tensor) -> None:
+        """Make ``indices (q,)`` the explored rows, with the weight's values."""
+        self.explored.copy_(indices)
+        self.explored_part(self.rows()).copy_(self.gather(Projector(self.explored, None, self.dim)))
+
+    def draw_first(self) -> Tensor:
+        """The rows that a conversion chooses, uniformly: int64 ``(r + q,)`` on the CPU."""
+        size, count = self.shape[self.dim], self.chosen.numel()
+        order = torch.randperm(size, generator=draw_generator(*self.first_draw))
+        return torch.cat([order[: self.rank].sort().values, order[self.rank : count].sort().values])
+
+    def rows_repr(self) -> str:
+        """Rank, dim and how many rows are explored, as keyword arguments."""
+        explored = len(self.explored)
+        return f"rank={self.rank}, dim={self.dim}" + (f", explore={explored}" if explored else "")

@@ -1,0 +1,94 @@
+"""All converted layers alive, so that an optimizer given only parameters finds their layers.
+
+``GrassAdamW(model.parameters())`` gets tensors, not layers. A tensor cannot lead to its layer: FSDP2, ``deepcopy``,
+``to_empty`` and unpickling replace ``layer.active`` by a new parameter without its attributes, so only the layer knows
+its parameter. Layers therefore register themselves here, weakly: dropped models are not kept alive.
+
+The registry is searched only
+
+- when an optimizer gets a parameter group, and once after it was copied, unpickled or loaded (:func:`layers_of`);
+- at the first step of any ``torch.optim`` optimizer, and at its first step after more layers were converted or copied
+  (:func:`check_optimizer`).
+
+Optimizers keep what they found. Every other step compares a few integers, whatever other models are alive.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from grass.compact_mode.layer import CompactLayer
+
+
+class _Layers(weakref.WeakSet["CompactLayer"]):
+    """Counts how often a layer was added."""
+
+    additions = 0
+
+    def add(self, item: CompactLayer) -> None:
+        self.additions += 1
+        super().add(item)
+
+
+LAYERS = _Layers()
+"""Every converted layer alive."""
+
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
+"""What each optimizer looked like when it was last checked."""
+
+
+def layers_of(parameters: Iterable[Tensor]) -> list[CompactLayer]:
+    """The converted layers whose active rows are among these parameters, found among all layers alive.
+
+    Hold on to the result: the search takes time in proportion to all layers alive, and the layers know their
+    parameters also after a wrapper has replaced these.
+    """
+    alive = {id(layer._parameters.get("active")): layer for layer in LAYERS}
+    return [alive[id(p)] for p in parameters if id(p) in alive]
+
+
+def by_active_rows(layers: Iterable[CompactLayer]) -> dict[int, CompactLayer]:
+    """Layers by the current ``id`` of their active rows: wrappers may replace parameters between two steps."""
+    rows = ((layer._parameters.get("active"), layer) for layer in layers)  # past __getattr__, which is slow
+    return {id(active): layer for active, layer in rows if active is not None}
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Check every optimizer of this process (:func:`check_optimizer`) from now on."""
+    register_optimizer_step_pre_hook(check_optimizer)
+
+
+def check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse an optimizer that would leave converted layers untrained; a step pre-hook of all optimizers.
+
+    Raises:
+        RuntimeError: it was built before the conversion, or it trains active rows that nothing writes back.
+    """
+    if not LAYERS:
+        return
+    writes_back = getattr(optimizer, "writes_back_active_rows", False)
+    version = writes_back, LAYERS.additions, *(len(group["params"]) for group in optimizer.param_groups)
+    if _CHECKED.get(optimizer) == version:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for layer in LAYERS:
+        active, weight = layer._parameters.get("active"), layer._parameters.get("weight")  # past slow __getattr__
+        if id(active) not in held and id(weight) in held:
+            raise RuntimeError(
+                "This optimizer was built before grass.compact() converted the model and holds none of its active "
+                "rows: build the optimizer after the conversion"
+            )
+        if id(active) in held and not writes_back:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} would train active rows that never reach the model's weights: use "
+                "grass.GrassAdamW, or call grass.attach(optimizer, model) once after building this one"
+            )
+    _CHECKED[optimizer] = version

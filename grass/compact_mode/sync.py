@@ -1,0 +1,116 @@
+"""The agreement of weight and active rows, which hold the same values twice.
+
+Forward computes with the weight, the optimizer steps ``active``. A step writes the active rows back. Code outside of
+Grass may change either of them: model averaging, clipping of weights, ``p.data -= ...``. PyTorch counts most changes in
+the tensor's version, so comparing versions is enough. A change through ``.data`` has no version: the first forwards
+look for it by value, and so do switches between ``train()`` and ``eval()``.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from grass.compact_mode.active_rows import ActiveRows
+from grass.parallel.shards import is_sharded
+from grass.selection.projector import Projector
+
+logger = logging.getLogger("grass")
+
+PROBES = 8
+"""How many of the first forwards look for changes through ``.data``."""
+
+ALWAYS = -1
+"""Number of probes of a layer that was found changed through ``.data``: every forward looks."""
+
+Stamp = tuple[int, int, int]
+"""A tensor's identity, version and address: they differ after any change that PyTorch can see."""
+
+
+class SyncedRows(ActiveRows):
+    """The part of :class:`grass.compact_mode.layer.CompactLayer` that makes weight and active rows agree."""
+
+    _synced: tuple[Stamp, Stamp] | None = None  # active's and weight's, when they were known to agree
+    _sharded = False
+    _probes = PROBES
+
+    def train(self, mode: bool = True) -> SyncedRows:
+        """Also looks for changes through ``.data``, which tensor versions do not show."""
+        if mode != self.training:
+            self.sync(compare=True)
+        super().train(mode)
+        return self
+
+    @torch.no_grad()
+    def sync(self, *, compare: bool = False, probe: bool = False) -> None:
+        """Make weight and active rows agree after one of them was changed from outside.
+
+        A changed ``active`` is copied into the weight. A changed weight is copied into ``active``; it also wins where
+        both were changed, as by averaging all parameters of a model. Compiled code and sharded layers skip this check.
+
+        Args:
+            compare: compare values even if tensor versions show no change.
+            probe: compare the first active row in the first few calls.
+        """
+        if torch.compiler.is_compiling() or self._sharded:
+            return
+        now = self._stamps()
+        if now is None or (now == self._synced and not compare and not (probe and self._changed_unseen())):
+            return
+        if not self.holds_active():
+            if now == self._synced:
+                self._probes = ALWAYS
+                logger.warning(
+                    "Grass: %s was changed through .data; its active rows are copied to the weight", self.label
+                )
+            if self._synced is not None and self._synced[1] != now[1]:
+                self.reload()
+            else:
+                self.write_back()
+        self._synced = self._stamps()
+
+    def mark_synced(self) -> None:
+        """Note that weight and active rows agree."""
+        self.__dict__.update(_sharded=is_sharded(self.weight), _synced=self._stamps())
+
+    def holds_active(self) -> bool:
+        """Whether the weight's rows are what the active rows are written back as."""
+        rows = self.gather(self.active_projector())
+        return torch.equal(self.rows().to(rows.dtype), rows)
+
+    @torch.no_grad()
+    def write_back(self, key: int | None = None) -> None:
+        """Copy the active rows into the weight. ``key``: for the stochastic rounding of 8-bit weights."""
+        self.active_projector().scatter_(self.matrix(), self.rows())
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Copy the weight's rows into the active rows."""
+        self.rows().copy_(self.gather(self.active_projector()))
+
+    def _changed_unseen(self) -> bool:
+        """Whether the first active row differs from the weight's, as after ``p.data -= p.grad``.
+
+        Versions do not show such changes. The first forwards look for them, and all later ones if one was found.
+        """
+        if self._probes == 0:
+            return False
+        if self._probes > 0:
+            self._probes -= 1
+        first = Projector(self.chosen[:1], None, self.dim)
+        row = self.gather(first)
+        return not torch.equal(self.rows().narrow(self.dim, 0, 1).to(row.dtype), row)
+
+    def _stamps(self) -> tuple[Stamp, Stamp] | None:
+        """Stamps of ``active`` and weight; ``None`` for sharded and fake tensors, which own no memory here."""
+        active, weight = self._parameters.get("active"), self._parameters.get("weight")
+        if weight is None:
+            raise RuntimeError(
+                f"The weight of the converted layer {self.label!r} is no longer its parameter: apply weight_norm and "
+                "other parametrizations before grass.compact(), which then leaves the layer at full rank"
+            )
+        if type(active) is not nn.Parameter or type(weight) is not nn.Parameter or active.is_meta:
+            return None
+        return (id(active), active._version, active.data_ptr()), (id(weight), weight._version, weight.data_ptr())

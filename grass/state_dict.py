@@ -1,0 +1,127 @@
+"""Saving and loading the state of :class:`grass.GrassAdamW`, bit for bit.
+
+``Optimizer.load_state_dict`` casts state to the dtype and device of its parameter. That would round row indices and
+moments of bfloat16 weights, and bring the bank to the device. The state of projected weights therefore bypasses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from grass.compact_mode.cycle import resume
+from grass.compact_mode.layer import CompactLayer
+from grass.options import is_projected, validate
+from grass.parallel.ranks import Ranks
+from grass.parallel.shards import local
+from grass.state.bank import Share
+from grass.state.bank_exchange import shares_bank
+from grass.state.schema import HOST_KEYS, State
+from grass.state.sharding import assembled, assembled_bank
+from grass.stepping import step_device
+
+Layers = dict[int, CompactLayer]
+"""Converted layers by the ``id`` of their active rows."""
+
+
+def completed(state_dict: dict[str, Any], optimizer: Optimizer, layers: Layers, ranks: Ranks) -> dict[str, Any]:
+    """The state dict with sharded state as ``DTensor``, and active rows' values that the weights cannot hold."""
+    for position, (p, group) in enumerate(_with_groups(optimizer)):
+        state = state_dict["state"].get(position, {})
+        if "indices" in state and hasattr(p, "to_local"):
+            state = state_dict["state"][position] = assembled(state, p, _matrix_shape(p, layers))
+        elif "bank_steps" in state and ranks.group is not None and shares_bank(group):
+            state = state_dict["state"][position] = assembled_bank(state, _matrix_shape(p, layers), ranks.group)
+        if "active" in state:
+            values = layers[id(p)].selected_part(p.detach())
+            state_dict["state"][position] = {**state, "active": values.clone()}
+    return state_dict
+
+
+class Loading:
+    """One ``load_state_dict``, with hooks that take projected state past torch's code and put it in place."""
+
+    def __init__(self, layers: Layers, ranks: Ranks) -> None:
+        self.layers, self.ranks = layers, ranks
+        self._exact: dict[int, State] = {}
+
+    @contextmanager
+    def through(self, optimizer: Optimizer) -> Iterator[None]:
+        """Hook into ``optimizer.load_state_dict`` inside."""
+        before = optimizer.register_load_state_dict_pre_hook(self._begin)
+        after = optimizer.register_load_state_dict_post_hook(self._finish, prepend=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _begin(self, optimizer: Optimizer, loading: dict[str, Any]) -> dict[str, Any]:
+        """Check what is loaded and take the state of projected weights out of it."""
+        keys = [key for group in loading["param_groups"] for key in group["params"]]
+        bare = self._take_projected(loading, keys)
+        for position, ((p, group), key) in enumerate(zip(_with_groups(optimizer), keys, strict=False)):
+            layer, state = self.layers.get(id(p)), self._exact.get(position)
+            selects = layer is not None or is_projected(p, group)
+            if loading["state"].get(key) and selects != (state is not None):
+                raise ValueError(
+                    f"State of parameter {key} of shape {tuple(p.shape)} is that of plain AdamW or of other rows: "
+                    "optimizer state does not carry over between AdamW, dense and compact mode; load the model alone"
+                )
+            if layer and state and (len(state["indices"]), state["dim"]) != (layer.rank, layer.dim):
+                raise ValueError(
+                    f"State of active rows with rank={len(state['indices'])}, dim={state['dim']} for a layer "
+                    f"with rank={layer.rank}, dim={layer.dim}"
+                )
+        groups = [dict(group) for group in loading["param_groups"]]
+        for ours, theirs in zip(optimizer.param_groups, groups, strict=False):
+            theirs["shard_bank"] = ours["shard_bank"]  # of these processes, not of those that saved
+            validate({**optimizer.defaults, **theirs})
+        return {**bare, "param_groups": groups}
+
+    def _finish(self, optimizer: Optimizer) -> None:
+        """Put the state of projected weights in place and bring converted layers to the saved rows."""
+        for position, (p, group) in enumerate(_with_groups(optimizer)):
+            if position in self._exact:
+                optimizer.state[p] = self._held_here(self._exact[position], p, group)
+            elif "step" in optimizer.state[p]:  # a number where an old torch saved it
+                step = torch.as_tensor(optimizer.state[p]["step"], dtype=torch.float32, device=step_device(p, group))
+                optimizer.state[p]["step"] = step
+        for position, (p, group) in enumerate(_with_groups(optimizer)):
+            if id(p) in self.layers and (state := optimizer.state[p]):
+                resume(self.layers[id(p)], state, state.get("active"), group, position)
+
+    def _take_projected(self, state_dict: dict[str, Any], keys: list[int]) -> dict[str, Any]:
+        """The state dict, shallowly copied, without the state of projected weights, which is kept by position."""
+        states = state_dict["state"]
+        self._exact.update((i, states[key]) for i, key in enumerate(keys) if "indices" in states.get(key, ()))
+        bare = {key: {} if "indices" in state else state for key, state in states.items()}
+        return {**state_dict, "state": bare}
+
+    def _held_here(self, saved: State, p: Tensor, group: dict[str, Any]) -> State:
+        """A copy of the part of a projected weight's saved state that this process holds."""
+        state: State = {key: local(value) if isinstance(value, Tensor) else value for key, value in saved.items()}
+        state["step"] = int(state["step"])
+        if "bank_steps" in state and not hasattr(p, "to_local"):
+            ranks = self.ranks if shares_bank(group) else Ranks(None)
+            share = Share.of(_matrix_shape(p, self.layers)[state["dim"]], ranks)
+            for key in HOST_KEYS:
+                state[key] = share.of_bank(state[key], 0 if key == "bank_steps" else state["dim"])
+        return {
+            key: value.to("cpu" if key in HOST_KEYS else p.device, copy=True) if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
+
+
+def _with_groups(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
+    return [(p, group) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _matrix_shape(p: Tensor, layers: Layers) -> tuple[int, ...]:
+    """``(m, n)`` of the weight that a parameter is or, as active rows, is part of."""
+    return tuple(layers[id(p)].shape) if id(p) in layers else (p.shape[0], p.numel() // p.shape[0])

@@ -1,0 +1,120 @@
+"""What :class:`grass.GrassAdamW` checks before a step: settings, parameters, gradients, agreement of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grass.compact_mode.layer import CompactLayer
+from grass.options import SHARED_KEYS, is_projected, settings_of
+from grass.parallel.ranks import Ranks, checksum
+from grass.state.schema import State
+from grass.validation import check_changed, validate_group
+
+Groups = list[dict[str, Any]]
+Layers = dict[int, CompactLayer]
+"""Converted layers by the ``id`` of their active rows."""
+
+
+class StepChecks:
+    """Compares the groups of an optimizer with what they were at the last step."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._settings = [settings_of(group) for group in groups]
+        self._by_rows: dict[int, bool] | None = None
+        self._ranks_agree = False
+
+    def add_last(self, groups: Groups, layers: Layers) -> None:
+        """Take note of the last group, which was added and checked."""
+        self._by_rows = _trained_by_rows(groups, layers)
+        self._settings.append(settings_of(groups[-1]))
+
+    def before_step(self, groups: Groups, states: Mapping[Tensor, State], layers: Layers, ranks: Ranks) -> None:
+        """All checks that need no gradient.
+
+        Raises:
+            TypeError: a setting was changed to a value of the wrong type.
+            ValueError: a setting is out of range, must not change any more, or differs between the ranks.
+            RuntimeError: something has replaced parameters since they were added.
+        """
+        self._check_settings(groups, states, layers)
+        self._check_parameters(groups, layers)
+        self.check_ranks(groups, states, layers, ranks)
+
+    def _check_settings(self, groups: Groups, states: Mapping[Tensor, State], layers: Layers) -> None:
+        """Check groups whose settings were changed by hand since the last step."""
+        for number, (group, before) in enumerate(zip(groups, self._settings, strict=False)):
+            if (settings := settings_of(group)) != before:
+                check_changed(group, before, any(states.get(p) for p in group["params"]))
+                validate_group(group, layers)
+                self._settings[number], self._by_rows = settings, None
+
+    def _check_parameters(self, groups: Groups, layers: Layers) -> None:
+        """Refuse to train at full rank what was to be trained by rows."""
+        found = _trained_by_rows(groups, layers)
+        if self._by_rows is None:
+            self._by_rows = found
+        if len(found) < len(self._by_rows):
+            if any(self._by_rows.get(id(p)) and id(p) not in layers for group in groups for p in group["params"]):
+                raise RuntimeError(
+                    "grass.expand(), or a move from the meta device, has replaced the active rows that this optimizer "
+                    "was built for: build a new one for the parameters as they are now"
+                )
+            raise RuntimeError(
+                f"Of {len(self._by_rows)} parameters that rows are selected of, {len(found)} are left: a wrapper has "
+                "replaced them by flattened ones (DeepSpeed ZeRO, FSDP1), or FSDP2 has not resharded them before the "
+                "step; train with DDP or FSDP2 (fully_shard)"
+            )
+
+    def check_ranks(self, groups: Groups, states: Mapping[Tensor, State], layers: Layers, ranks: Ranks) -> None:
+        """Compare once with the other ranks what decides the selection.
+
+        Raises:
+            ValueError: on every rank, naming a setting that differs and the ranks that have each value.
+        """
+        if self._ranks_agree or ranks.group is None:
+            return
+        settings: dict[str, Any] = {}
+        for number, group in enumerate(groups):
+            settings |= {f"{key} of group {number}": group[key] for key in SHARED_KEYS}
+            for i, p in enumerate(group["params"]):
+                name = group.get("param_names", {i: f"parameter {i} of group {number}"})[i]
+                settings[f"the shape of {name}"] = tuple(p.shape)
+                settings[f"the age of {name}"] = [int(states.get(p, {}).get(key, 0)) for key in ("step", "refreshes")]
+                if id(p) in layers:
+                    settings[f"the rows of {name}"] = checksum(layers[id(p)].chosen)
+        ranks.verify_settings(settings)
+        self._ranks_agree = True
+
+
+def check_gradients(groups: Groups) -> None:
+    """Apply :func:`check_gradient` to all parameters, before any of them is stepped."""
+    for group in groups:
+        for p in group["params"]:
+            check_gradient(p, group)
+
+
+def check_gradient(p: Tensor, group: dict[str, Any]) -> None:
+    """Refuse a gradient that cannot be stepped.
+
+    Raises:
+        TypeError: it is sparse.
+        ValueError: the parameter is sharded and its moments are to have 8 bits.
+    """
+    if group["moment_dtype"] == "8bit" and hasattr(p, "to_local"):
+        raise ValueError("moment_dtype='8bit' cannot be sharded: its blocks of 256 values run over rows")
+    if p.grad is not None and p.grad.layout != torch.strided:
+        raise TypeError(
+            f"GrassAdamW takes dense gradients, got {p.grad.layout} for a weight of {tuple(p.shape)}; "
+            "use sparse=False in the embedding or torch.optim.SparseAdam for it"
+        )
+
+
+def _trained_by_rows(groups: Groups, layers: Layers) -> dict[int, bool]:
+    """By the ``id`` of every parameter that is trained by rows: whether it is active rows itself."""
+    return {
+        id(p): id(p) in layers for group in groups for p in group["params"] if id(p) in layers or is_projected(p, group)
+    }
