@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grass.batches import batches
 from grass.parallel.background import Background
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded
@@ -69,7 +69,7 @@ class BankExchange:
         """
         waiting, self._waiting = self._waiting, []
         self.ranks.verify_selection([swap.new.indices for swap, _ in waiting])  # sizes depend on them
-        for batch in _batches(waiting):
+        for batch in batches(waiting, lambda item: item[0].row_bytes * item[0].entering.numel(), BATCH):
             with ExitStack() as stack:
                 for swap, moments in batch:
                     stack.enter_context(moments)
@@ -98,21 +98,6 @@ class BankExchange:
 def shares_bank(group: dict[str, Any]) -> bool:
     """Whether the ranks share the banks of a group. The bank of a sharded weight is sharded as the weight is."""
     return bool(group["shard_bank"]) and not any(is_sharded(p) for p in group["params"])
-
-
-def _batches(waiting: list[Held]) -> Iterator[list[Held]]:
-    """Split into parts of at most :data:`BATCH` bytes, or one weight."""
-    batch: list[Held] = []
-    size = 0
-    for item in waiting:
-        more = item[0].row_bytes * item[0].entering.numel()
-        if batch and size + more > BATCH:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += more
-    if batch:
-        yield batch
 
 
 def _packed(moments: Moments, dim: int) -> list[Tensor]:

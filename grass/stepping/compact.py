@@ -10,7 +10,7 @@ from grass.state.policies import Policy, policy_of
 from grass.state.precision import shrink_
 from grass.stepping.backends import step_rows
 from grass.stepping.group import GroupStep, Member, count
-from grass.stepping.rows import Explored, Rows
+from grass.stepping.rows import CompactExplored, CompactRows
 
 Active = tuple[Member, CompactLayer]
 """Active rows in a step, with their converted layer."""
@@ -45,15 +45,15 @@ def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
     return every
 
 
-def _rows(member: Member, layer: CompactLayer) -> Rows:
+def _rows(member: Member, layer: CompactLayer) -> CompactRows:
     p, grad, state, index = member
-    weight = layer.matrix() if layer.scale() is None else None  # codes: the layer writes the rows back itself
+    weight = layer.matrix() if layer.scale() is None else None  # an int8 layer writes the rows back itself
     own, values = local(grad), local(p.detach())
     explored = None
     if layer.reach:
-        explored = Explored(layer.explored_part(grad), layer.reach, layer.explored, layer.explored_part(values))
+        explored = CompactExplored(layer.explored_part(grad), layer.reach, layer.explored, layer.explored_part(values))
     selected = layer.selected_part(own), layer.selected_part(values)
-    return Rows(weight, layer.selected, None, layer.dim, *selected, state, index, explored)
+    return CompactRows(weight, layer.selected, layer.dim, *selected, state, index, explored)
 
 
 def _advance(step: GroupStep, every: list[Trained]) -> None:

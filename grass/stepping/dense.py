@@ -15,7 +15,7 @@ from grass.state.precision import shrink_
 from grass.state.refresh import Outcome, refresh, refresh_due
 from grass.stepping.backends import step_rows
 from grass.stepping.group import GroupStep, Member, count
-from grass.stepping.rows import Explored, Rows
+from grass.stepping.rows import DenseExplored, DenseRows
 
 
 def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Tensor, Tensor]) -> None:
@@ -65,15 +65,15 @@ def _norms(step: GroupStep, grad: Tensor, dim: int) -> Tensor:
     return torch.ones(grad.shape[dim])
 
 
-def _rows(step: GroupStep, member: Member) -> Rows:
+def _rows(step: GroupStep, member: Member) -> DenseRows:
     """The rows that move in this step; call it before the step is counted."""
     p, grad, state, position = member
     weight, whole_grad = local(as_matrix(p.detach())), local(as_matrix(grad))
     selection = state["indices"], state.get("row_scale"), state["dim"]
-    return Rows(weight, *selection, whole_grad, None, state, position, _explored(step, member))
+    return DenseRows(weight, *selection, whole_grad, state, position, _explored(step, member))
 
 
-def _explored(step: GroupStep, member: Member) -> Explored | None:
+def _explored(step: GroupStep, member: Member) -> DenseExplored | None:
     """The rows that a weight explores in this step."""
     state, options = member.state, step.options
     size, rank = as_matrix(member.parameter).shape[state["dim"]], len(state["indices"])
@@ -83,7 +83,7 @@ def _explored(step: GroupStep, member: Member) -> Explored | None:
     drawn = None
     if count < size - rank:
         drawn = draw_explored(state["indices"], size, count, options.seed, member.position, state["step"])
-    return Explored(member.grad, reach(size, rank, count), drawn)
+    return DenseExplored(member.grad, reach(size, rank, count), drawn)
 
 
 def _copy_back(part: Tensor, matrix: Tensor) -> None:
