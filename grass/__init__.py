@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from grass import diagnostics, memory
 from grass.compact_mode.attach import Attachment, attach
-from grass.compact_mode.conversion import calibrate, compact, expand
+from grass.compact_mode.calibration import calibrate
+from grass.compact_mode.conversion import compact, expand
 from grass.functional import compact_adamw
 from grass.groups import param_groups
 from grass.in_backward import step_in_backward

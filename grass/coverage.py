@@ -1,4 +1,4 @@
-"""What Grass trains of a model and what stays at full rank, said in one line."""
+"""One line about a model: the share that Grass trains by rows, and the weights that train at full rank."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch.nn.parameter import is_lazy
 logger = logging.getLogger("grass")
 
 LOW = 0.5
-"""Below this share of the parameters the line is a warning."""
+"""The line is a warning if the share of the parameters is below this."""
 
 NAMED = 4
-"""At most so many kinds of weights at full rank are named, the largest first."""
+"""Largest number of kinds of full-rank weights that the line names, the largest weights first."""
 
 _silenced = 0
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Report nothing inside: for callers that convert a model piece by piece."""
+    """Suppress the report, for callers that convert a model piece by piece."""
     global _silenced
     _silenced += 1
     try:
@@ -37,10 +37,10 @@ def silent() -> Iterator[None]:
 
 
 def report(model: nn.Module, verb: str, covered: Collection[str], linear: Mapping[str, str]) -> None:
-    """Say which share of the trainable parameters Grass covers, and which weights train at full rank.
+    """Report the share of the trainable parameters that Grass covers, and the weights that train at full rank.
 
-    The line goes to the logger ``grass`` at level INFO, or WARNING where the share is below :data:`LOW`. An application
-    that has not configured logging shows it on stderr, on the first process only.
+    The line goes to the logger ``grass`` at level INFO, or WARNING if the share is below :data:`LOW`. If logging is not
+    configured, the first process writes it to stderr.
 
     Args:
         model: the model.
@@ -64,7 +64,7 @@ def report(model: nn.Module, verb: str, covered: Collection[str], linear: Mappin
 def _sizes(
     model: nn.Module, covered: Collection[str], linear: Mapping[str, str]
 ) -> tuple[int, int, Counter[tuple[str, str]]]:
-    """Elements that Grass covers, of all that trains, and of the matrices at full rank by name and kind.
+    """Count elements that Grass covers, elements that train, and elements of full-rank matrices by name and kind.
 
     Numbers in names become ``*``, so that the layers of a stack count as one.
     """
@@ -88,7 +88,7 @@ def _sizes(
 
 
 def _log(level: int, line: str) -> None:
-    """Log a line; where nobody has configured logging, which would then drop INFO, write it to stderr."""
+    """Log a line, or write it to stderr if logging is not configured and would drop INFO."""
     if logger.hasHandlers():
         logger.log(level, line)
     elif level >= max(logger.level, logger.manager.disable + 1) and _first_process():

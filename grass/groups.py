@@ -22,22 +22,22 @@ def param_groups(
     exclude: Targets = (),
     **overrides: Any,
 ) -> list[dict[str, Any]]:
-    """Two parameter groups for :class:`grass.GrassAdamW`: the targeted weights projected, all the rest plain AdamW.
+    """Two parameter groups for :class:`grass.GrassAdamW`: projected target weights, and plain AdamW for the rest.
 
-    Biases, norms, embeddings and output heads go to the second group. One line tells the share of the parameters that
-    is projected and names the weights that are not: on the logger ``grass``, or on stderr where logging is not
-    configured. The names matched stay readable as ``optimizer.param_groups[0]["param_names"]``.
+    Biases, norms, embeddings and output heads go to the second group. One line reports the share of the parameters that
+    is projected and the weights that are not: on the logger ``grass``, or on stderr if logging is not configured. The
+    matched names are in ``optimizer.param_groups[0]["param_names"]``.
 
     Args:
         model: any module; linear layers are ``nn.Linear`` and Hugging Face's ``Conv1D``.
         rank: rows to train, a number or a fraction of the selected dimension.
         targets: as in :func:`matched_modules`.
-        exclude: as ``targets``; what matches both is left out.
-        overrides: any other group key, for the projected group (``update_interval=50``, ``dim=1``, ...).
+        exclude: layers to leave out, given like ``targets``.
+        overrides: other keys of the projected group (``update_interval=50``, ``dim=1``, ...).
 
     Raises:
-        TypeError: an override is no argument of :class:`grass.GrassAdamW`.
-        ValueError: nothing matches, or :func:`grass.compact` has converted all that does.
+        TypeError: an override is not an argument of :class:`grass.GrassAdamW`.
+        ValueError: nothing matches, or :func:`grass.compact` has converted all matching layers.
     """
     unknown = overrides.keys() - signature(GrassAdamW).parameters.keys()
     if unknown:

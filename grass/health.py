@@ -1,4 +1,4 @@
-"""What can go wrong without an error: rows that get no gradient, refreshes that never happen, two optimizers."""
+"""Checks for failures that raise no error: weights without gradients, overdue refreshes, two optimizers on a layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("grass")
 
 
 class Owner:
-    """The optimizer that trains a layer's active rows, held weakly. A copied or unpickled layer has none yet."""
+    """A weak reference to the optimizer that trains a layer's active rows; empty in a copied or unpickled layer."""
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
@@ -28,7 +28,7 @@ class Owner:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """``None`` if there is none any more."""
+        """The optimizer; ``None`` if there is none or it was deleted."""
         return None if self._optimizer is None else self._optimizer()
 
     @staticmethod
@@ -49,7 +49,7 @@ class Owner:
 
 
 class Health:
-    """Warns once about weights that do not train: after an interval without a gradient, or of an overdue refresh."""
+    """Warns once about weights without a gradient for a whole interval, and about overdue refreshes."""
 
     def __init__(self) -> None:
         self._missed: dict[str, int] = {}
@@ -62,7 +62,7 @@ class Health:
         layers: Mapping[int, CompactLayer],
         stepped: Collection[int],
     ) -> None:
-        """Look at all selected weights after a step; ``stepped`` has the ``id`` of those that had a gradient."""
+        """Check all selected weights after a step; ``stepped`` has the ``id`` of those that had a gradient."""
         idle, overdue, position = [], [], 0
         for group in groups:
             for i, p in enumerate(group["params"]):

@@ -25,20 +25,21 @@ from grass.stepping.whole import WholeStep
 def step_in_backward(optimizer: GrassAdamW, *, clip: float | None = None) -> InBackward:
     """Step each parameter inside ``backward()`` as soon as its gradient is complete, then free the gradient.
 
-    The loop stays as it is: ``backward()``, ``optimizer.step()``, scheduler, ``zero_grad()``. ``optimizer.step()`` ends
-    the step. It also steps parameters whose gradient was set by hand. Without ``clip`` the weights and the state equal
-    those of the ordinary loop bit for bit, and so do resumed runs. Set the learning rate before ``backward()``.
+    The training loop does not change: ``backward()``, ``optimizer.step()``, scheduler, ``zero_grad()``.
+    ``optimizer.step()`` ends the step. It also steps parameters whose gradient was set by hand. Without ``clip`` the
+    weights and the state equal those of the ordinary loop bit for bit, and so do resumed runs. Set the learning rate
+    before ``backward()``.
 
     ``clip_grad_norm_`` finds no gradients, and the norm of the whole gradient is known too late. Therefore ``clip``
-    limits each parameter alone: a gradient whose own norm exceeds ``clip`` is scaled down to it, as by
+    limits each parameter separately: a gradient whose own norm exceeds ``clip`` is scaled down to it, as by
     ``clip_grad_norm_([parameter], clip)``. The norm of the whole gradient may then exceed ``clip``.
 
     Two backward passes before ``optimizer.step()`` must not reach the same parameter, so gradients cannot be
     accumulated. A parameter that several checkpointed segments share needs ``use_reentrant=False``.
 
     Args:
-        optimizer: in dense mode, or at full rank, on one process.
-        clip: largest norm of the gradient of each parameter. ``math.inf`` only measures
+        optimizer: a :class:`grass.GrassAdamW` in dense mode, or at full rank, on one process.
+        clip: largest norm of each parameter's gradient. ``math.inf`` does not clip but measures
             :attr:`InBackward.grad_norm`; ``None`` does neither.
 
     Returns:
@@ -47,9 +48,9 @@ def step_in_backward(optimizer: GrassAdamW, *, clip: float | None = None) -> InB
     Errors:
         ``TypeError`` for another optimizer. ``ValueError`` for a ``clip`` out of range, converted layers (compact
         mode), sharded parameters (FSDP, tensor parallelism), more than one process, and parameters that another
-        optimizer steps in backward. In training ``RuntimeError``: in a second backward pass, when it reaches a
-        parameter that has been stepped; in ``optimizer.step`` for a closure and for ``GradScaler``, whose scale is not
-        known in backward (the first, scaled, backward pass has then changed the weights).
+        optimizer steps in backward. During training ``RuntimeError``: in a second backward pass that reaches a stepped
+        parameter; in ``optimizer.step`` for a closure and for ``GradScaler``, whose scale is not known in backward (the
+        first, scaled, backward pass has then changed the weights).
 
     Example:
         >>> handle = grass.step_in_backward(optimizer)
@@ -68,7 +69,7 @@ def step_in_backward(optimizer: GrassAdamW, *, clip: float | None = None) -> InB
 
 
 class InBackward:
-    """What :func:`step_in_backward` returns; the optimizer holds it too."""
+    """The handle that :func:`step_in_backward` returns; the optimizer holds it too."""
 
     def __init__(self, optimizer: GrassAdamW, clip: float | None) -> None:
         _check_supported(optimizer)
@@ -127,7 +128,7 @@ class InBackward:
             p.grad = None
 
     def finish(self, optimizer: GrassAdamW, closure: Callable[[], float] | None) -> None:
-        """Step what still has a gradient; ``optimizer.step`` does before it ends the step.
+        """Step the parameters that still have a gradient; ``optimizer.step`` calls this before it ends the step.
 
         Raises:
             RuntimeError: for a closure, for ``GradScaler``, and for gradients of parameters that have been stepped.
@@ -146,7 +147,7 @@ class InBackward:
         self._watch(optimizer)
 
     def _begin(self, optimizer: GrassAdamW) -> WholeStep:
-        """The step that is going on; its first gradient begins it."""
+        """The current step. The first gradient begins it."""
         if optimizer._going_on is None:
             _check_supported(optimizer)
             optimizer._going_on = optimizer.begin_step()
@@ -156,7 +157,7 @@ class InBackward:
         return optimizer._going_on
 
     def _watch(self, optimizer: GrassAdamW) -> None:
-        """Register the hook on parameters that train and lack it, as groups may be added and weights thawed."""
+        """Register the hook on parameters that train and do not have it: groups may be added, weights unfrozen."""
         every = [p for group in optimizer.param_groups for p in group["params"]]
         new = [p for p in every if p.requires_grad and p not in self._registered]
         for p in new:
@@ -165,7 +166,7 @@ class InBackward:
 
 
 def _hook_of(handle: InBackward) -> Callable[[Tensor], None]:
-    """Hands a parameter to its handle, which it holds weakly: without the optimizer it does nothing."""
+    """A hook that passes a parameter to the handle. It holds the handle weakly, so that both can be freed."""
     reference = weakref.ref(handle)
 
     def hook(p: Tensor) -> None:

@@ -84,7 +84,7 @@ class GrassAdamW(Optimizer):
         moment_dtype: precision of the moments of projected weights: ``"float32"``, or rounded stochastically
             ``"bfloat16"`` or ``"8bit"`` (:mod:`grass.state.precision`). Moments of float64 weights stay float64.
         stochastic_rounding: round bfloat16 and float16 weights up or down at random when they are written, so that
-            updates smaller than their spacing survive in the mean; also at full rank, where the moments have the
+            updates smaller than their spacing survive on average; also at full rank, where the moments have the
             weight's precision. Not for ``replacement=True``.
         refresh: how compact mode learns the norms for a selection: ``"sketch"``, from a Johnson-Lindenstrauss sketch of
             the gradient, or ``"exact"``, from the full gradient of that one step.

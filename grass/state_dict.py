@@ -62,7 +62,7 @@ class Loading:
             after.remove()
 
     def _begin(self, optimizer: Optimizer, loading: dict[str, Any]) -> dict[str, Any]:
-        """Check what is loaded and take the state of projected weights out of it."""
+        """Check a loaded state dict and take the state of projected weights out of it."""
         keys = [key for group in loading["param_groups"] for key in group["params"]]
         bare = self._take_projected(loading, keys)
         for position, ((p, group), key) in enumerate(zip(_with_groups(optimizer), keys, strict=False)):
@@ -71,7 +71,7 @@ class Loading:
             if loading["state"].get(key) and selects != (state is not None):
                 raise ValueError(
                     f"State of parameter {key} of shape {tuple(p.shape)} is that of plain AdamW or of other rows: "
-                    "optimizer state does not carry over between AdamW, dense and compact mode; load the model alone"
+                    "optimizer state does not carry over between AdamW, dense and compact mode; load only the model"
                 )
             if layer and state and (len(state["indices"]), state["dim"]) != (layer.rank, layer.dim):
                 raise ValueError(

@@ -114,7 +114,7 @@ def check_gradient(p: Tensor, group: dict[str, Any]) -> None:
 
 
 def _trained_by_rows(groups: Groups, layers: Layers) -> dict[int, bool]:
-    """By the ``id`` of every parameter that is trained by rows: whether it is active rows itself."""
+    """The parameters trained by rows: ``True`` for active rows, ``False`` for whole weights, by ``id``."""
     return {
         id(p): id(p) in layers for group in groups for p in group["params"] if id(p) in layers or is_projected(p, group)
     }

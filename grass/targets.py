@@ -13,13 +13,13 @@ from grass.coverage import report
 logger = logging.getLogger("grass")
 
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "output", "head", "score", "classifier", "qa_outputs"})
-"""Last component of the module names taken for output heads, beside what ``get_output_embeddings()`` returns."""
+"""A module is an output head if its name ends in one of these, or if ``get_output_embeddings()`` returns it."""
 
 Targets = str | Iterable[str] | None
 
 
 def report_coverage(model: nn.Module, verb: str, covered: Collection[str]) -> None:
-    """Say what Grass covers of a model (:func:`grass.coverage.report`), ``covered`` being names of linear layers."""
+    """Report the share of a model that Grass trains by rows; ``covered`` has the names of its linear layers."""
     heads = set(_head_names(model))
     linear = {name: module for name, module in model.named_modules() if is_linear(module)}
     report(model, verb, covered, {name: "output head" if name in heads else "linear" for name in linear})
@@ -28,10 +28,10 @@ def report_coverage(model: nn.Module, verb: str, covered: Collection[str]) -> No
 def matched_modules(model: nn.Module, targets: Targets = None, exclude: Targets = ()) -> list[str]:
     """Names of the linear layers that ``targets`` picks and ``exclude`` does not.
 
-    ``None`` and ``"all-linear"`` pick every linear layer but the output heads and those whose weight is shared with
+    ``None`` and ``"all-linear"`` pick every linear layer except output heads and layers whose weight is shared with
     another module (tied embeddings). Any other string is a regular expression for the whole module name. A list picks
     modules whose name is, or ends in, one of its entries (``["q_proj", "mlp.down_proj"]``) or matches it as a regular
-    expression. Named heads are picked when ``targets`` names them; shared weights never are.
+    expression. ``targets`` can pick heads by name, but never shared weights.
 
     Raises:
         ValueError: nothing matches.

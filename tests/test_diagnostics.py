@@ -66,6 +66,16 @@ def test_dense_mode_measures_the_gradient_of_every_step(dim, selection):
     assert record["turnover"] > 0
 
 
+def test_compact_mode_under_a_rule_without_norms_has_no_energy():
+    model, optimizer = converted(selection="uniform", update_interval=2)
+    history = SelectionHistory(optimizer)
+    for batch in batches(5):
+        step(model, optimizer, batch)
+        record = history.record()
+        assert math.isnan(record["energy"])
+    assert record["turnover"] > 0
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_compact_mode_measures_the_gradient_that_chose(dim):
     model, optimizer = converted(dim=dim, refresh="exact")

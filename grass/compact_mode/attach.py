@@ -36,31 +36,31 @@ def attach(
 ) -> Attachment:
     """Let any optimizer train the active rows of a converted model, its ``step()`` unchanged.
 
-    After each step the rows are written back and, every ``update_interval`` steps, chosen anew, by a step post-hook::
+    A step post-hook writes the rows back after each step and chooses new ones every ``update_interval`` steps::
 
         grass.compact(model, rank=128)
         optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad and p.ndim == 2])
         attachment = grass.attach(optimizer, model)
 
-    Per-row state of the optimizer (every state tensor of the shape of the active rows) is zeroed at a refresh
-    (``state_policy="reset"``), or kept for rows chosen again (``"keep"``). The optimizer's own step counts go on.
+    State tensors in the shape of the active rows are zeroed at a refresh (``state_policy="reset"``), or kept for rows
+    that are selected again (``"keep"``). The optimizer's own step counts go on.
 
-    Explored rows (:mod:`grass.selection.exploration`) move as far as the optimizer moves selected rows, in the
-    direction of their gradient, not by the optimizer's rule. Its state for them is zeroed in each step.
+    Explored rows (:mod:`grass.selection.exploration`) do not move by the optimizer's rule. They move in the direction
+    of their gradient, as far as the optimizer moves selected rows. Its state for them is zeroed in each step.
 
     Args:
-        optimizer: holds the active rows of ``model``, all or some.
-        model: converted by :func:`grass.compact`.
+        optimizer: any optimizer that holds active rows of ``model``, all or some.
+        model: a model that :func:`grass.compact` converted.
         update_interval: steps from one selection to the next.
         selection: one of :func:`grass.available_rules`, without replacement.
         state_policy: ``"reset"`` or ``"keep"``.
-        seed: of the sampling rules.
-        refresh: ``"sketch"`` or ``"exact"``.
+        seed: seed of the sampling rules.
+        refresh: ``"sketch"`` or ``"exact"``, as in :class:`grass.GrassAdamW`.
         sketch_size: columns of the sketch.
 
     Returns:
-        The attachment, whose ``state_dict`` belongs into the checkpoint beside the optimizer's. Load it after the
-        model's and the optimizer's.
+        The attachment. Save its ``state_dict`` beside the optimizer's, and load it after the model's and the
+        optimizer's.
 
     Raises:
         ValueError: a value is out of range, or the optimizer holds no active rows of the model, holds some of another
@@ -82,10 +82,10 @@ def attach(
 
 
 class Attachment:
-    """Made by :func:`attach`. Holds the layers it serves and, per layer, the age of its selection.
+    """The result of :func:`attach`: the layers that an optimizer trains, and the age of each layer's selection.
 
     Attributes:
-        process_group: the ranks that train the model together; ``None`` means all there are.
+        process_group: the ranks that train the model together; ``None`` means all ranks.
     """
 
     process_group: ProcessGroup | None = None
@@ -124,13 +124,13 @@ class Attachment:
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
     def detach(self) -> None:
-        """Stop serving the optimizer."""
+        """Remove the hooks from the optimizer."""
         for hook in self._hooks:
             hook.remove()
         del self.optimizer.writes_back_active_rows  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, State]:
-        """Selections and their ages: tensors and plain numbers, by layer name."""
+        """Selections and their ages by layer name, as tensors and plain numbers."""
         return {
             name: {**state, "active": self.layers[name].selected_part(self.layers[name].active.detach()).clone()}
             for name, state in self.states.items()

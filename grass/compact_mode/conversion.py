@@ -1,4 +1,4 @@
-r"""Compact mode: convert a model so that its active rows are ordinary parameters, and back."""
+"""Conversion of a model to compact mode, and back."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grass.compact_mode.cycle import gathered_norms
+from grass.compact_mode.calibration import calibrate
 from grass.compact_mode.int8 import Int8Linear
 from grass.compact_mode.layer import CompactLayer, CompactLinear
 from grass.compact_mode.left_alone import left_alone
 from grass.compact_mode.registry import LAYERS, watch_optimizers
 from grass.options import check_value, resolve_rank
-from grass.parallel.ranks import Ranks
-from grass.selection.exploration import draw_explored, reach, resolve_explore
-from grass.selection.rules import select_rows
+from grass.selection.exploration import reach, resolve_explore
 from grass.targets import Targets, matched_modules, report_coverage
 
 logger = logging.getLogger("grass")
@@ -41,15 +39,14 @@ def compact(
 
     Call it before the optimizer is built and before DDP, ``fully_shard`` or ``torch.compile``. Then ``layer.active``
     trains: ``r`` selected rows with optimizer state and ``q`` explored rows without
-        (:mod:`grass.selection.exploration`). It is
-    ``(r + q, n)`` for ``dim=0`` and ``(m, r + q)`` for ``dim=1``. The gradient of the full weight is never formed.
-    ``model.state_dict()`` stays that of the plain model. The first rows are drawn uniformly with ``seed``. One line
-    tells the share of the parameters that is converted and names the weights that train at full rank: on the logger
-    ``grass``, or on stderr where logging is not configured.
+    (:mod:`grass.selection.exploration`). Its shape is ``(r + q, n)`` for ``dim=0`` and ``(m, r + q)`` for ``dim=1``.
+    The gradient of the full weight is never formed. ``model.state_dict()`` stays that of the plain model. The first
+    rows are drawn uniformly with ``seed``. One line reports the share of the parameters that is converted and the
+    weights that train at full rank: on the logger ``grass``, or on stderr if logging is not configured.
 
-    A layer is passed over, with a log message, if its weight is shared with another module, is frozen, or is read by
-    the enclosing module itself, and if it is no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by PEFT). A layer
-    that was converted before with the same rank, explore and dim stays as it is.
+    These layers stay as they are, with a log message: layers whose weight is shared with another module, frozen, or
+    read by the enclosing module itself, and layers that are no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by
+    PEFT). A layer that is converted already keeps its rows if rank, explore and dim are the same.
 
     Weights are stored so that the selected dimension is contiguous in memory: for ``dim=1`` an ``nn.Linear`` weight
     becomes a transposed view, of the same shape and values.
@@ -61,22 +58,22 @@ def compact(
             that are left; 0 for none. ``None`` explores as many rows as are selected.
         dim: 0 selects rows (output features), 1 columns (input features; these also save activation memory).
         targets: as in :func:`grass.matched_modules`.
-        exclude: likewise; what matches both is left out.
-        dtype: of the active rows; ``torch.float32`` above bfloat16 weights keeps updates too small for these. Where
-            not given, the weight's own, float32 above int8.
-        weights: ``"int8"`` holds the frozen weights in 8 bits (:mod:`grass.compact_mode.int8`); ``None`` leaves them as
-            they are. ``state_dict`` then has ``weight_codes`` and scales, which plain models refuse:
+        exclude: layers to leave out, given like ``targets``.
+        dtype: dtype of the active rows. ``None``: the weight's own, or float32 with ``weights="int8"``. Use
+            ``torch.float32`` for bfloat16 weights to keep updates that are too small for bfloat16.
+        weights: ``"int8"`` stores the frozen weights in 8 bits (:mod:`grass.compact_mode.int8`); ``None`` leaves them
+            as they are. With ``"int8"``, ``state_dict`` has ``weight_codes`` and scales, which plain models refuse:
             :func:`grass.compact_mode.int8.plain_state_dict` makes one that they load.
-        seed: of the first selection.
-        calibration: a function that runs a batch through the model and returns its loss; if given, the first rows are
-            those whose gradient for it is largest.
+        seed: seed of the first selection.
+        calibration: a function that runs a batch through the model and returns its loss. The first rows are then those
+            with the largest gradient of this loss.
 
     Returns:
         The names of the converted layers.
 
     Raises:
-        ValueError: nothing matches or nothing can be converted; rank and explore beyond a dimension; a layer was
-            converted before with other values. The model is then as it was.
+        ValueError: nothing matches or nothing can be converted; rank and explore exceed a dimension; a layer is
+            converted already with other values. The model is then as it was.
     """
     check_value("rank", rank)
     check_value("explore", explore)
@@ -109,7 +106,7 @@ def compact(
 
 
 def expand(model: nn.Module) -> list[str]:
-    """Undo :func:`compact`: the layers become plain and trainable again. Returns their names."""
+    """Undo :func:`compact`: converted layers become plain and trainable again. Returns their names."""
     names = []
     for name, layer in model.named_modules():
         if isinstance(layer, CompactLayer):
@@ -124,29 +121,6 @@ def expand(model: nn.Module) -> list[str]:
             layer.weight.data = layer.weight.data.contiguous()
             layer.weight.requires_grad_(True)
     return names
-
-
-def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
-    """Select the rows with the largest gradient of ``loss(model)``; parameter gradients are left as they were.
-
-    A layer that the loss does not depend on keeps its rows. Call it before the optimizer's first step, and in a
-    distributed run on every rank: gradients are averaged over all of them.
-    """
-    layers = [layer for layer in model.modules() if isinstance(layer, CompactLayer)]
-    for layer in layers:
-        layer.begin_sketch(None)
-    sketches = [layer.sketch for layer in layers if layer.sketch is not None]
-    try:
-        with torch.enable_grad():
-            grads = torch.autograd.grad(loss(model), sketches, allow_unused=True)
-        for sketch, grad in zip(sketches, grads, strict=True):
-            sketch.grad = grad
-    finally:
-        norms = gathered_norms(layers, Ranks.of(None))
-    for layer, layer_norms in zip(layers, norms, strict=True):
-        if layer_norms.any():
-            layer.select(select_rows(layer_norms, layer.rank).indices)
-            layer.explore(first_explored(layer))
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -172,17 +146,11 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def first_explored(layer: CompactLayer) -> Tensor:
-    """The rows that a layer explores before its first step."""
-    seed, place = layer.first_draw
-    return draw_explored(layer.selected, layer.shape[layer.dim], layer.explored.numel(), seed, place, 0)
-
-
 def convertible(name: str, layer: Any, reasons: Mapping[str, str] = MappingProxyType({})) -> bool:
-    """Whether :func:`compact` converts a layer that matches, or did; logs the reason where it does not.
+    """Whether :func:`compact` converts a layer that matches, or has converted it. Logs the reason if not.
 
     Args:
-        name: of the layer.
+        name: the layer's name.
         layer: the module.
         reasons: why layers must not be converted, by name (:func:`grass.compact_mode.left_alone.left_alone`).
     """
@@ -206,7 +174,7 @@ def convertible(name: str, layer: Any, reasons: Mapping[str, str] = MappingProxy
 def _checked_ranks(
     name: str, layer: Any, rank: int | float, explore: int | float | None, dim: int, weights: str | None
 ) -> tuple[int, int]:
-    """How many rows a layer selects and explores."""
+    """Numbers of rows that a layer selects and explores, after checks."""
     cls: Any = type(layer) if isinstance(layer, CompactLayer) else _compact_class(layer)
     size = layer.weight.shape[dim ^ cls.stores_transposed]
     resolved = resolve_rank(rank, size)
@@ -236,7 +204,7 @@ def _convert(
     weights: str | None,
     first_draw: tuple[int, int],
 ) -> None:
-    """Turn a plain layer into its :class:`CompactLayer`, keeping the module and its weight parameter."""
+    """Turn a plain layer into a :class:`CompactLayer`; the module and its weight parameter stay the same objects."""
     layer.weight.requires_grad_(False)
     layer.__class__ = _compact_class(layer, weights)
     matrix = layer.matrix().transpose(0, dim).contiguous().transpose(0, dim)
@@ -266,11 +234,11 @@ CONVERSION_ATTRIBUTES = (
     "_sharded",
     "_probes",
 )
-"""What a conversion or training leaves in a layer's ``__dict__``, beside parameters and buffers."""
+"""Entries of a converted layer's ``__dict__`` that :func:`expand` removes, beside parameters and buffers."""
 
 
 def _compact_class(module: nn.Module, weights: str | None = None) -> type[CompactLayer] | None:
-    """The converted counterpart of a module's class, with int8 weights if asked; ``None`` where there is none."""
+    """The converted counterpart of a module's class; ``None`` if there is none."""
     if type(module) is nn.Linear:
         return Int8Linear if weights == "int8" else CompactLinear
     if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":

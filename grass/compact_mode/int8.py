@@ -1,13 +1,13 @@
 r"""Converted layers whose frozen weight has 8 bits (:mod:`grass.compact_mode.weight_codes`).
 
-Rows are quantised along the dimension in which they are selected, so a step changes the codes and scales of the active
-rows only. The selected rows are exact values (float32 unless told otherwise) and are written back with stochastic
-rounding; a row is rounded once when it is deselected. Explored rows are decoded, moved and quantised again in each step
-in which they are drawn, also with stochastic rounding. Forward and backward form one layer's weight in the dtype of
-their input at a time.
+Rows are quantised along the dimension in which they are selected, so a step changes only the codes and scales of the
+active rows. ``active`` holds the selected rows exactly (float32 by default). They are written back with stochastic
+rounding, so a row is rounded once, when it is deselected. Explored rows are decoded, moved and quantised again in each
+step in which they are drawn, also with stochastic rounding. Forward and backward decode one layer's weight at a time,
+in the dtype of their input.
 
-A ``state_dict`` holds the codes under ``weight_codes`` and no ``weight``, so that a plain model misses its weights
-instead of taking codes for them. :func:`plain_state_dict` makes one that plain models load.
+A ``state_dict`` holds the codes under ``weight_codes`` and no ``weight``, so a plain model reports missing weights
+instead of loading codes as weights. :func:`plain_state_dict` makes one that plain models load.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from grass.selection.projector import Projector
 
 
 class Int8Weight(CompactLayer):
-    """Overrides what a converted layer does with its weight.
+    """A converted layer that stores its weight as int8 codes and scales.
 
     Attributes:
         weight: int8 codes; ``weight_codes`` in a ``state_dict``.
         weight_scale: float32, one for each row or column, whatever the model is cast to.
-        plain_dtype: of the weight before conversion and after :func:`grass.expand`.
+        plain_dtype: dtype of the weight before conversion and after :func:`grass.expand`.
     """
 
     weights = "int8"
@@ -37,7 +37,7 @@ class Int8Weight(CompactLayer):
     plain_dtype: torch.dtype
 
     def store(self, matrix: Tensor) -> None:
-        """Quantise ``matrix (m, n)`` to nearest and hold it in place of the weight."""
+        """Quantise ``matrix (m, n)`` to nearest and store it as the weight."""
         codes, scale = encode_weight(matrix, self.dim)
         self.plain_dtype = matrix.dtype
         self.set_matrix(codes)
@@ -45,16 +45,16 @@ class Int8Weight(CompactLayer):
 
     @property
     def weight_codes(self) -> Tensor:
-        """The weight by the name that its codes have in a ``state_dict``, which distributed checkpoint looks up."""
+        """The weight under its name in a ``state_dict``, which distributed checkpoint looks up."""
         codes: Tensor = self.weight
         return codes
 
     def scale(self) -> Tensor:
-        """One number per row or column."""
+        """One factor per row or column."""
         return self.weight_scale
 
     def gather(self, projector: Projector) -> Tensor:
-        """The chosen rows as the codes have them, float32."""
+        """The chosen rows, decoded to float32."""
         codes, scale = projector.gather(self.matrix()), self.weight_scale[projector.indices]
         return decode_weight(codes, scale, self.dim, torch.float32)
 
@@ -66,12 +66,12 @@ class Int8Weight(CompactLayer):
         self.weight_scale[self.chosen] = scale
 
     def holds_active(self) -> bool:
-        """Whether the weight's rows are the active rows within one step of their codes."""
+        """Whether the weight's rows equal the active rows to within one step of their codes."""
         steps = self.weight_scale[self.chosen].unsqueeze(1 - self.dim)
         return bool(((self.gather(self.active_projector()) - self.active).abs() <= steps).all())
 
     def _changed_unseen(self) -> bool:
-        """Codes do not hold the exact values, so all rows are compared."""
+        """Compares all rows, because codes do not hold exact values."""
         if self._probes == 0:
             return False
         if self._probes > 0:
@@ -79,23 +79,23 @@ class Int8Weight(CompactLayer):
         return not self.holds_active()
 
     def decay_(self, factor: float, key: int | None = None) -> None:
-        """``W <- factor W``, exactly: in the scales."""
+        """``W <- factor W``, exactly: only the scales change."""
         self.weight_scale.mul_(factor)
 
     @torch.no_grad()
     def plain_matrix(self) -> Tensor:
-        """``W (m, n)`` in the dtype before conversion, the active rows to the last bit that it holds."""
+        """``W (m, n)`` in the dtype before conversion; active rows are rounded only to this dtype."""
         matrix = decode_weight(self.matrix(), self.weight_scale, self.dim, self.plain_dtype)
         self.active_projector().scatter_(matrix, self.active.detach())
         return matrix
 
     def unconvert(self) -> None:
-        """Hold plain values again."""
+        """Store plain values again."""
         self.set_matrix(self.plain_matrix())
         del self.weight_scale, self.plain_dtype
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Weight:
-        """Casts of the model leave the scales as they are: half precision would lose a bit of every weight."""
+        """Casts of the model do not change the scales, whose rounding would change every weight."""
         scale = self.weight_scale
         super()._apply(fn, recurse)
         if self.weight_scale.dtype != scale.dtype:
@@ -108,7 +108,7 @@ class Int8Weight(CompactLayer):
         destination[f"{prefix}weight_codes"] = destination.pop(f"{prefix}weight")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Takes codes and scales, or the weight of a plain model, which is then quantised."""
+        """Loads codes and scales, or quantises the weight of a plain model."""
         state_dict, plain = dict(state_dict), None
         if f"{prefix}weight_codes" in state_dict:
             state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}weight_codes")
@@ -128,10 +128,10 @@ class Int8Linear(Int8Weight, CompactLinear):
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """``model.state_dict()`` with plain weights in place of codes and scales, for models that were never converted.
+    """``model.state_dict()`` with plain weights instead of codes and scales, for models that were never converted.
 
-    The plain weights are formed layer by layer and go to host memory; the model stays as it is and may train on.
-    :func:`grass.expand` converts the model itself. Without int8 layers it is the ``state_dict``.
+    The weights are decoded layer by layer to host memory. The model does not change and may train on;
+    :func:`grass.expand` converts the model itself. Without int8 layers the result is ``model.state_dict()``.
     """
     state: dict[str, Tensor] = model.state_dict()
     for name, layer in model.named_modules():

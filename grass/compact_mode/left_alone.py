@@ -1,7 +1,7 @@
-"""Linear layers that look like any other but must not be converted, and why.
+"""Plain linear layers that must not be converted, and the reasons.
 
-A layer whose weight the enclosing module reads itself, as ``self.proj.weight @ x`` in Mamba, is never called, or not
-always. Converted, its active rows would get no gradient. The matrices of a PEFT adapter are small, and train whole.
+An enclosing module may read the weight itself instead of calling the layer, as ``self.proj.weight @ x`` in Mamba.
+The active rows would then get no gradient. The matrices of a PEFT adapter are small and train at full rank.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ INITIALISERS = frozenset({"__init__", "_init_weights", "reset_parameters", "_res
 """Methods that read weights without computing with them."""
 
 PROPERTIES = frozenset({"dtype", "device", "shape", "size", "ndim", "dim", "requires_grad", "is_cuda", "numel"})
-"""Attributes of a weight whose use is no computation."""
+"""Attributes of a weight that may be read without computing with it."""
 
 
 def left_alone(model: nn.Module) -> dict[str, str]:
     """Map the name of each layer that must not be converted to the reason.
 
-    The source of the enclosing module's class is searched for ``self.<layer>.weight`` outside of initialisers; reading
-    its dtype, device or shape does not count. Modules without source are taken to call their layers.
+    The source of the enclosing module's class is searched for ``self.<layer>.weight`` outside of initialisers. Reading
+    its dtype, device or shape does not count. A module without source is assumed to call its layers.
     """
     found = {}
     for name, parent in model.named_modules():
@@ -53,7 +53,7 @@ def _weights_read_by(cls: Any) -> frozenset[str]:
 
 
 def _weights_read_in(method: ast.FunctionDef) -> Iterator[str]:
-    """Names ``x`` of which a method reads ``self.x.weight`` as a value."""
+    """The names ``x`` for which a method reads ``self.x.weight`` as a value."""
     ignored: set[ast.AST] = set()
     for node in ast.walk(method):
         if isinstance(node, ast.Attribute) and node.attr in PROPERTIES:

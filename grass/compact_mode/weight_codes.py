@@ -1,5 +1,4 @@
-r"""Weights as int8 codes with one scale per row or column, linear in between (of moments:
-:mod:`grass.kernels.moment_codes`).
+r"""Weights as int8 codes with one scale per row or column. (:mod:`grass.kernels.moment_codes` encodes moments.)
 
 ``W_ij = C_ij s_i`` (``dim=0``) or ``C_ij s_j`` (``dim=1``), with ``s = max |W| / 127`` over the row or column. Rounding
 is to nearest, or stochastic: ``C = floor(W / s + u)`` with ``u`` uniform on ``[0, 1)``, whose expectation is ``W / s``.
@@ -18,7 +17,8 @@ LEVELS = 127
 def encode_weight(matrix: Tensor, dim: int, key: int | None = None) -> tuple[Tensor, Tensor]:
     """Codes ``(m, n)`` int8, in the layout of ``matrix``, and float32 scales: ``(m,)`` for ``dim=0``, else ``(n,)``.
 
-    With a ``key`` rounding is stochastic, by bits that follow from it and an element's place; without, to nearest.
+    With a ``key`` rounding is stochastic, by random bits that depend on the key and an element's place. Without a key
+    it is to nearest.
     """
     largest = matrix.abs().amax(1 - dim).float()
     scale = torch.where(largest > 0, largest, 1.0) / LEVELS

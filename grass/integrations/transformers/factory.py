@@ -1,0 +1,149 @@
+"""A factory that converts a model and builds its optimizer when Trainer asks for one."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from inspect import signature
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import check_target_module_exists
+
+from grass.compact_mode.conversion import compact
+from grass.compact_mode.layer import CompactLayer
+from grass.groups import param_groups
+from grass.optimizer import GrassAdamW
+from grass.targets import Targets, is_linear
+
+CONVERSION = ("explore", "dim", "dtype", "calibration")
+"""Keywords that the factory passes to :func:`grass.compact` in compact mode; the others go to the optimizer."""
+
+
+class GrassFactory:
+    """Builds :class:`grass.GrassAdamW` for ``Trainer(optimizer_cls_and_kwargs=(GrassFactory, {...}))``."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        *,
+        args: TrainingArguments | None = None,
+        mode: str = "compact",
+        rank: int | float | None = None,
+        targets: Targets = None,
+        exclude: Targets = (),
+        **keywords: Any,
+    ) -> GrassAdamW:
+        """Convert ``model`` in compact mode and build its optimizer. Norms and biases do not decay.
+
+        Args:
+            model: any module that is not wrapped yet.
+            args: the source of learning rate, weight decay, Adam's betas and epsilon, seed and
+                ``optim_target_modules``, unless a keyword overrides them. As in Trainer, a target in a list may be any
+                part of a module's name; unlike there, ``"all-linear"`` leaves output heads out.
+            mode: ``"compact"``, the default, which converts the model and needs the least memory; or ``"dense"``, which
+                leaves the model as it is and forms full gradients.
+            rank: rows to train per weight, a number or a fraction; ``None`` for a model that is converted already.
+            targets: as in :func:`grass.matched_modules`.
+            exclude: layers to leave out, given like ``targets``.
+            keywords: any other argument of :class:`grass.GrassAdamW` and, in compact mode, ``explore``, ``dim``,
+                ``dtype`` and ``calibration`` of :func:`grass.compact`. To use ``weights="int8"``, convert the model
+                before Trainer is made.
+
+        Raises:
+            TypeError: a keyword is not one of these.
+            ValueError: a value is out of range, nothing matches, or ``mode`` and ``rank`` do not fit the model.
+            RuntimeError: DDP or FSDP has wrapped the model, which cannot be converted any more.
+        """
+        check_keywords(keywords)
+        if keywords.pop("weights", None) is not None:
+            raise ValueError(
+                "Trainer loads a checkpoint before it calls this factory, into a model without a place for int8 codes: "
+                "call grass.compact(model, ...) before Trainer is made, and leave rank and weights out here"
+            )
+        keywords = {**_from_arguments(args), **keywords}
+        targets = _targets(model, args) if targets is None else targets
+        _check_mode(model, mode, rank)
+        if rank is None:
+            groups: list[dict[str, Any]] = [{"params": _trainable(model)}]
+        elif mode == "dense":
+            groups = param_groups(model, rank, targets=targets, exclude=exclude)
+        else:
+            conversion = {key: keywords.pop(key) for key in CONVERSION if key in keywords}
+            compact(model, rank=rank, targets=targets, exclude=exclude, seed=keywords.get("seed", 0), **conversion)
+            groups = [{"params": _trainable(model)}]
+        return GrassAdamW(_split_by_decay(model, groups), **keywords)
+
+
+def check_keywords(given: Iterable[str]) -> None:
+    """Refuse keywords that :class:`GrassFactory` does not have.
+
+    Raises:
+        TypeError: with the keyword, a similar one, and the list of all.
+    """
+    own, optimizer = signature(GrassFactory.__call__).parameters, signature(GrassAdamW).parameters
+    allowed = {*own, *optimizer, *CONVERSION, "weights"} - {"self", "model", "params", "keywords"}
+    for name in given:
+        if name not in allowed:
+            close = difflib.get_close_matches(name, allowed, n=1)
+            raise TypeError(
+                f"Grass has no option {name!r}{f', did you mean {close[0]!r}?' if close else ''}: must be one of "
+                f"{', '.join(sorted(allowed))}"
+            )
+
+
+def _from_arguments(args: TrainingArguments | None) -> dict[str, Any]:
+    if args is None:
+        return {}
+    return {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+        "seed": args.seed,
+    }
+
+
+def _targets(model: nn.Module, args: TrainingArguments | None) -> Targets:
+    """``optim_target_modules``, matched as Trainer does, as a pattern for :func:`grass.matched_modules`."""
+    wanted = None if args is None else args.optim_target_modules
+    if wanted is None or wanted in ("all-linear", "all_linear"):
+        return wanted and "all-linear"
+    linear = [name for name, module in model.named_modules() if is_linear(module)]
+    names = [name for name in linear if check_target_module_exists(wanted, name)]
+    return "|".join(map(re.escape, names)) or wanted  # nothing matches: the error names what was wanted
+
+
+def _check_mode(model: nn.Module, mode: str, rank: int | float | None) -> None:
+    if mode not in ("compact", "dense"):
+        raise ValueError(f"Invalid {mode=}: must be 'compact' or 'dense'")
+    converted = any(isinstance(module, CompactLayer) for module in model.modules())
+    if mode == "dense" and (converted or rank is None):
+        raise ValueError(f"mode='dense' takes a rank and a plain model, got {rank=} and {converted=}")
+    if rank is None and not converted:
+        raise ValueError("rank=None takes a model that grass.compact() converted: give a rank to convert this one")
+    wrapped = isinstance(model, (DistributedDataParallel, FullyShardedDataParallel))
+    if mode == "compact" and not converted and (wrapped or any(isinstance(p, DTensor) for p in model.parameters())):
+        raise RuntimeError(
+            f"Too late to convert: {type(model).__name__} is wrapped or sharded; call grass.compact() first"
+        )
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [item for item in model.named_parameters() if item[1].requires_grad]
+
+
+def _split_by_decay(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Split each group into the parameters that Trainer decays and the rest."""
+    names = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses no self
+    split = []
+    for group in groups:
+        decaying = [item for item in group["params"] if item[0] in names]
+        others = [item for item in group["params"] if item[0] not in names]
+        split += [{**group, "params": decaying}, {**group, "params": others, "weight_decay": 0.0}]
+    return [group for group in split if group["params"]]
