@@ -15,7 +15,7 @@ from grass.compact_mode.cycle import NEW, arm
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.registry import by_active_rows, layers_of
 from grass.health import Health, Owner
-from grass.options import as_plain
+from grass.options import Options, as_plain
 from grass.parallel.background import Background
 from grass.parallel.ranks import Ranks
 from grass.state_dict import Loading, completed
@@ -201,7 +201,7 @@ class GrassAdamW(Optimizer):
         added = self.param_groups[-1]
         for layer in found:
             layer.owner = Owner(self)
-            arm(layer, NEW, added)
+            arm(layer, NEW, Options.of(added))
         self._held = [*self.held_layers, *(layer for layer in found if layer not in self.held_layers)]
         self._checks.add_last(self.param_groups, self.layers())
 

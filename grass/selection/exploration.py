@@ -25,7 +25,7 @@ from torch import Tensor
 
 from grass.kernels import row_norms
 from grass.parallel.shards import summed
-from grass.selection.draws import draw_generator
+from grass.selection.draws import exploration_generator
 
 
 def resolve_explore(explore: int | float | None, rank: int, size: int) -> int:
@@ -67,7 +67,7 @@ def draw_explored(selected: Tensor, size: int, count: int, seed: int, parameter:
     Returns:
         int64 ``(count,)``, ascending, on the device of ``selected``.
     """
-    generator = draw_generator(seed, parameter, "explore", step)
+    generator = exploration_generator(seed, parameter, step)
     keys = torch.rand(size, generator=generator, dtype=torch.float32).to(selected.device)
     return keys.index_fill_(0, selected, -1.0).topk(count).indices.sort().values
 

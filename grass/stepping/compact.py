@@ -63,5 +63,5 @@ def _advance(step: GroupStep, every: list[Trained]) -> None:
     def policy(item: Trained) -> Policy:
         return policy_of(item.state, item.layer.matrix(), step.options, item.position, exchange)
 
-    step.chosen.extend(advance(every, step.group, step.ranks, policy))
+    step.chosen.extend(advance(every, step.options, step.ranks, policy))
     exchange.finish()
