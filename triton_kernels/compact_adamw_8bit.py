@@ -51,23 +51,23 @@ def compact_adamw_8bit_(
     """:func:`compact_adamw_` with moments in codes; updates these and their scales in place too.
 
     Args:
-        weight: as there, likewise all that is not named here.
-        indices: likewise.
-        grad: likewise.
+        weight: as in :func:`compact_adamw_`.
+        indices: as in :func:`compact_adamw_`.
+        grad: as in :func:`compact_adamw_`.
         exp_avg: codes of ``M``, uint8, ``(r, n)`` (``(m, r)``), dense: row-major or column-major.
         exp_avg_scale: float32, one for every 256 of them in the order of memory.
         exp_avg_sq: codes of ``sqrt(V)``, in the layout of ``exp_avg``.
-        exp_avg_sq_scale: likewise.
-        row_steps: likewise.
-        dim: likewise.
-        rows: likewise.
-        gather_grad: likewise.
-        step_size: likewise.
-        betas: likewise.
-        eps: likewise.
-        shrink: likewise.
-        maximize: likewise.
-        key: likewise.
+        exp_avg_sq_scale: the scales of ``exp_avg_sq``.
+        row_steps: as in :func:`compact_adamw_`.
+        dim: as in :func:`compact_adamw_`.
+        rows: as in :func:`compact_adamw_`.
+        gather_grad: as in :func:`compact_adamw_`.
+        step_size: as in :func:`compact_adamw_`.
+        betas: as in :func:`compact_adamw_`.
+        eps: as in :func:`compact_adamw_`.
+        shrink: as in :func:`compact_adamw_`.
+        maximize: as in :func:`compact_adamw_`.
+        key: as in :func:`compact_adamw_`.
         moment_key: of the rounding of the moments.
     """
     if dim == 1:

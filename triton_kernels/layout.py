@@ -11,7 +11,7 @@ from .language import is_column_major
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor fill one block of memory: no gaps, as between columns, and no overlaps."""
+    """Whether the elements of a tensor fill one block of memory, without gaps or overlaps."""
     if tensor.is_contiguous():
         return True
     expected = 1

@@ -2,7 +2,7 @@ r"""Random bits that are a pure function of (key, counter): the same in torch an
 
 ``bits = f(f(low(c) ^ k0) + k1 + high(c) * C)`` with 32-bit words throughout, where ``c`` is the counter (an element's
 place in its matrix), ``k0, k1`` the key, and ``f`` a bijection of three xor-shifts and two multiplications by odd
-numbers. A key is made of whatever names the use: seed, parameter, step.
+numbers. A key is made of the integers that name the use: seed, parameter, step.
 
 Stochastic rounding of float32 ``x`` with them picks one of the two neighbours of ``x`` in the narrower type, the upper
 with probability ``(x - lower) / (upper - lower)``: the expectation is ``x``.
@@ -33,7 +33,7 @@ class Stream(IntEnum):
 
 
 def make_key(*parts: int) -> int:
-    """A 62-bit key, different for different integers ``parts`` (but for chance collisions)."""
+    """A 62-bit key, different for different integers ``parts`` (apart from chance collisions)."""
     key = len(parts)
     for part in parts:
         key = (key ^ part) & (2**64 - 1)

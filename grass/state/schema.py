@@ -1,7 +1,7 @@
 """The state of one parameter: its keys, named once.
 
-A weight ``(m, n)`` of which ``r`` rows are selected has the shapes below for ``dim=0``; for ``dim=1`` ``(r, n)`` reads
-``(m, r)``, and the bank counts columns. At full rank a parameter has ``step`` (a float32 tensor), ``exp_avg`` and
+The shapes below are those of a weight ``(m, n)`` with ``r`` selected rows and ``dim=0``. With ``dim=1``, ``(r, n)``
+reads ``(m, r)``, and the bank has columns. At full rank a parameter has ``step`` (a float32 tensor), ``exp_avg`` and
 ``exp_avg_sq`` in its own shape and dtype, as ``torch.optim.AdamW`` does. 8-bit moments have codes, uint8, in place of
 values; the second moment is then stored as its square root (:mod:`grass.state.precision`).
 """

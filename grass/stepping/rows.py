@@ -43,7 +43,7 @@ class Rows(Protocol):
 
     @property
     def weight(self) -> Tensor | None:
-        """The matrix ``(m, n)`` that they are part of or written into; ``None``: the step does not write it."""
+        """The matrix ``(m, n)`` that they are part of or written into; ``None`` if the layer writes it."""
 
     @property
     def indices(self) -> Tensor:
@@ -59,7 +59,7 @@ class Rows(Protocol):
 
     @property
     def grad(self) -> Tensor:
-        """The gradient of the weight ``(m, n)`` if the rows are ``in_weight``, otherwise theirs alone ``(r, n)``."""
+        """The gradient of the weight ``(m, n)`` if the rows are ``in_weight``, otherwise the rows' own, ``(r, n)``."""
 
     @property
     def values(self) -> Tensor | None:
