@@ -67,7 +67,7 @@ class GrassAdamW(Optimizer):
         dim: select rows (0), columns (1) or along the smaller dimension (``"auto"``; 0 for square weights).
         scale: multiplies the update of projected weights (``alpha``).
         state_policy: what becomes of the moments at a refresh: ``"reset"``, ``"keep"`` or ``"bank"``
-            (:mod:`grass.state.moments`).
+            (:mod:`grass.state.policies`).
         warmup_after_refresh: steps of a linear learning-rate ramp after each refresh, except the first selection.
         seed: seed of the sampling rules. Selection depends only on it, the parameter's place in the groups and the
             number of refreshes so far, never on the global generators.
