@@ -104,13 +104,7 @@ class Attachment:
             raise ValueError(
                 f"{type(optimizer).__name__} holds no active rows of the model: call grass.compact() before building it"
             )
-        if isinstance(optimizer, torch.optim.LBFGS) and any(layer.dim == 1 for layer in self.layers.values()):
-            raise ValueError(
-                "LBFGS flattens gradients by view(), which those of columns do not allow: convert with dim=0, and with "
-                "explore=0, because LBFGS moves all rows that it holds"
-            )
-        if len(layers_of(p for g in optimizer.param_groups for p in g["params"])) != len(self.layers):
-            raise ValueError(f"{type(optimizer).__name__} holds active rows of layers outside of the model too")
+        _check_layers(optimizer, list(self.layers.values()))
         self.states: dict[str, State] = {}
         for name, layer in self.layers.items():
             self.states[name] = adopt(layer, {}, lambda old, new: None)
@@ -196,3 +190,14 @@ class Attachment:
                     selected.copy_(torch.where(new.along(kept), rows, 0.0))  # in place: compiled steps hold the tensor
 
         return carry
+
+
+def _check_layers(optimizer: Optimizer, layers: list[CompactLayer]) -> None:
+    """Refuse layers that the optimizer cannot train, and layers that the attachment does not know."""
+    if isinstance(optimizer, torch.optim.LBFGS) and any(layer.dim == 1 for layer in layers):
+        raise ValueError(
+            "LBFGS flattens gradients by view(), which those of columns do not allow: convert with dim=0, and with "
+            "explore=0, because LBFGS moves all rows that it holds"
+        )
+    if len(layers_of(p for g in optimizer.param_groups for p in g["params"])) != len(layers):
+        raise ValueError(f"{type(optimizer).__name__} holds active rows of layers outside of the model too")

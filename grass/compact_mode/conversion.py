@@ -75,16 +75,7 @@ def compact(
         ValueError: nothing matches or nothing can be converted; rank and explore exceed a dimension; a layer is
             converted already with other values. The model is then as it was.
     """
-    check_value("rank", rank)
-    check_value("explore", explore)
-    if rank is None or dim not in (0, 1):
-        raise ValueError(
-            f"Invalid {rank=} or {dim=}: compact mode needs a rank, and dim must be 0 (rows) or 1 (columns)"
-        )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"Invalid {dtype=}: must be a floating-point type, or None for the weight's own")
-    if weights not in (None, "int8"):
-        raise ValueError(f"Invalid {weights=}: must be 'int8', or None for the weights as they are")
+    _check_arguments(rank, explore, dim, dtype, weights)
     layers = {name: model.get_submodule(name) for name in matched_modules(model, targets, exclude)}
     reasons = left_alone(model)
     ranks = {
@@ -169,6 +160,19 @@ def convertible(name: str, layer: Any, reasons: Mapping[str, str] = MappingProxy
         logger.warning("Grass passes over %s: its weight is frozen", name)
         return False
     return True
+
+
+def _check_arguments(rank: Any, explore: Any, dim: Any, dtype: Any, weights: Any) -> None:
+    check_value("rank", rank)
+    check_value("explore", explore)
+    if rank is None or dim not in (0, 1):
+        raise ValueError(
+            f"Invalid {rank=} or {dim=}: compact mode needs a rank, and dim must be 0 (rows) or 1 (columns)"
+        )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"Invalid {dtype=}: must be a floating-point type, or None for the weight's own")
+    if weights not in (None, "int8"):
+        raise ValueError(f"Invalid {weights=}: must be 'int8', or None for the weights as they are")
 
 
 def _checked_ranks(
