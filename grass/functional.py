@@ -64,15 +64,15 @@ def compact_adamw(
 
 
 def rows_to_step(weight: Tensor, projector: Projector, out: Tensor) -> Tensor:
-    """What a step of the chosen rows changes, in ``out``: their values, if scaled zeros to which their changes add up.
+    """The values to step, in ``out``: those of the chosen rows, or zeros if the rows are scaled.
 
-    Scaled rows may repeat: each is decayed once, and the changes of all its repetitions are added.
+    Scaled rows may repeat: each is decayed once, and the changes of all its copies are added up.
     """
     return projector.gather(weight, out=out) if projector.scale is None else out.zero_()
 
 
 def put_back_(weight: Tensor, projector: Projector, rows: Tensor, shrink: float) -> None:
-    """Write the stepped ``rows`` of :func:`rows_to_step` to where they came from."""
+    """Write the stepped ``rows`` of :func:`rows_to_step` back to ``weight``."""
     if projector.scale is None:
         projector.scatter_(weight, rows)
         return

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from grass.compact_mode.layer import CompactLayer
 from grass.selection.rules import needs_norms
-from grass.state.moments import State, shared_steps
+from grass.state.schema import State, shared_steps
 
 logger = logging.getLogger("grass")
 

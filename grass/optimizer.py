@@ -15,7 +15,7 @@ from grass.compact_mode.cycle import NEW, arm
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.registry import by_active_rows, layers_of
 from grass.health import Health, Owner
-from grass.options import as_plain
+from grass.options import Options, as_plain
 from grass.parallel.background import Background
 from grass.parallel.ranks import Ranks
 from grass.state_dict import Loading, completed
@@ -67,7 +67,7 @@ class GrassAdamW(Optimizer):
         dim: select rows (0), columns (1) or along the smaller dimension (``"auto"``; 0 for square weights).
         scale: multiplies the update of projected weights (``alpha``).
         state_policy: what becomes of the moments at a refresh: ``"reset"``, ``"keep"`` or ``"bank"``
-            (:mod:`grass.state.moments`).
+            (:mod:`grass.state.policies`).
         warmup_after_refresh: steps of a linear learning-rate ramp after each refresh, except the first selection.
         seed: seed of the sampling rules. Selection depends only on it, the parameter's place in the groups and the
             number of refreshes so far, never on the global generators.
@@ -201,7 +201,7 @@ class GrassAdamW(Optimizer):
         added = self.param_groups[-1]
         for layer in found:
             layer.owner = Owner(self)
-            arm(layer, NEW, added)
+            arm(layer, NEW, Options.of(added))
         self._held = [*self.held_layers, *(layer for layer in found if layer not in self.held_layers)]
         self._checks.add_last(self.param_groups, self.layers())
 

@@ -1,9 +1,15 @@
-"""Values a parameter group may take, and what ``rank`` and ``dim`` mean for a given weight."""
+"""The hyperparameters of :class:`grass.GrassAdamW`, each declared once, and what they mean for a given weight.
+
+:class:`Options` declares default, allowed values and meaning of each. Validation, the settings that ranks compare, the
+scripts' flags and their defaults follow from it. Tests hold the signatures and docstrings of :class:`grass.GrassAdamW`
+and :func:`grass.attach` to it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -11,8 +17,160 @@ from torch import Tensor
 
 from grass.selection.exploration import resolve_explore
 from grass.selection.rules import check_rule
-from grass.state.moments import POLICIES
-from grass.state.precision import PRECISIONS
+
+POLICIES = ("reset", "keep", "bank")
+PRECISIONS = ("float32", "bfloat16", "8bit")
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a hyperparameter may take.
+
+    Attributes:
+        holds: whether a value is one of them; may raise ``TypeError``.
+        words: the same in words, for the error message.
+        choices: the values if there are few.
+    """
+
+    holds: Callable[[Any], bool]
+    words: str
+    choices: tuple[Any, ...] = ()
+
+
+def one_of(*choices: Any) -> Range:
+    """A range of a few values."""
+    return Range(lambda v: v in choices, f"one of {', '.join(map(repr, choices))}", choices)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, (float, np.floating)) and 0 < float(value) <= 1
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+_LR = Range(lambda v: _is_scalar(v) and bool(0 <= v < math.inf), "a finite number or one-element tensor >= 0")
+_BETAS = Range(lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v), "two numbers in [0, 1)")
+_NOT_NEGATIVE = Range(lambda v: 0 <= v < math.inf, "a finite number >= 0")
+_POSITIVE = Range(lambda v: 0 < v < math.inf, "a finite number > 0")
+_INTEGER = Range(_is_int, "an integer")
+_COUNT = Range(lambda v: _is_int(v) and v >= 0, "an integer >= 0")
+_COUNT_FROM_ONE = Range(lambda v: _is_int(v) and v >= 1, "an integer >= 1")
+_FLAG = one_of(False, True)
+_FLAG_OR_NONE = one_of(None, False, True)
+_RANK = Range(
+    lambda v: v is None or (v >= 1 if _is_int(v) else _is_fraction(v)),
+    "an integer >= 1, a fraction in (0, 1], or None",
+)
+_EXPLORE = Range(
+    lambda v: v is None or (v >= 0 if _is_int(v) else isinstance(v, float) and 0 <= v <= 1),
+    "an integer >= 0, a fraction in [0, 1], or None",
+)
+_RULE = Range(lambda v: True, "a name in grass.available_rules()")  # check_rule() looks at it and at `replacement`
+_ANY = Range(lambda v: True, "True or False")  # its truth value counts
+_NO_AMSGRAD = Range(
+    lambda v: v is False, "False: rows that are not selected have no second moment to take a maximum of"
+)
+_NOT_CAPTURABLE = Range(
+    lambda v: v is False, "False: a refresh reads gradient norms on the host, which a CUDA graph cannot record"
+)
+_NOT_DIFFERENTIABLE = Range(lambda v: v is False, "False: a step changes weights in place, unseen by autograd")
+
+
+def _option(default: Any, values: Range, meaning: str, *, shared: bool = False) -> Any:
+    return field(default=default, metadata={"range": values, "meaning": meaning, "shared": shared})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The hyperparameters of one parameter group: a typed view, built once per group and step.
+
+    Each field's metadata holds its ``range`` (:class:`Range`), its ``meaning`` in a few words, and whether it is
+    ``shared``: the processes of a distributed run must agree on it.
+    """
+
+    lr: float | Tensor = _option(1e-3, _LR, "learning rate")  # noqa: RUF009 - a dataclass field
+    betas: tuple[float, float] = _option((0.9, 0.999), _BETAS, "decay rates of the moments")
+    eps: float = _option(1e-8, _NOT_NEGATIVE, "added to the denominator")
+    weight_decay: float = _option(1e-2, _NOT_NEGATIVE, "decoupled decay rate")
+    rank: int | float | None = _option(
+        None, _RANK, "selected rows per weight: an integer, or a fraction of the dimension", shared=True
+    )
+    update_interval: int = _option(200, _COUNT_FROM_ONE, "steps from one selection to the next", shared=True)
+    selection: str = _option("uniform", _RULE, "rule that selects rows", shared=True)
+    replacement: bool = _option(False, _ANY, "draw rows with replacement", shared=True)
+    dim: int | str = _option(1, one_of("auto", 0, 1), "rows (0), columns (1), or the smaller dimension", shared=True)
+    scale: float = _option(1.0, _POSITIVE, "multiplies the update of projected weights")
+    state_policy: str = _option("keep", one_of(*POLICIES), "what a refresh does to the moments", shared=True)
+    warmup_after_refresh: int = _option(0, _COUNT, "steps of learning-rate warm-up after each refresh")
+    seed: int = _option(0, _INTEGER, "seed of the row selection", shared=True)
+    maximize: bool = _option(False, _ANY, "ascend")
+    decay: str = _option("selected", one_of("selected", "all"), "what weight_decay decays: selected or all rows")
+    refresh: str = _option(
+        "sketch", one_of("sketch", "exact"), "gradient norms of compact mode: sketched or exact", shared=True
+    )
+    sketch_size: int = _option(32, _COUNT_FROM_ONE, "columns of the sketch", shared=True)
+    explore: int | float | None = _option(
+        None,
+        _EXPLORE,
+        "rows that move without state in each step; default: all others, in compact mode as many as rank",
+        shared=True,
+    )
+    bank_dtype: str = _option("float32", one_of("float32", "bfloat16"), "precision of the bank", shared=True)
+    shard_bank: bool = _option(False, _FLAG, "divide the bank among the processes of DDP", shared=True)
+    moment_dtype: str = _option("float32", one_of(*PRECISIONS), "precision of selected rows' moments", shared=True)
+    stochastic_rounding: bool = _option(False, _FLAG, "round half-precision weights stochastically", shared=True)
+    fused: bool | None = _option(None, _FLAG_OR_NONE, "use the compiled CPU kernel; default: if it can be built")
+    foreach: bool | None = _option(None, _FLAG_OR_NONE, "use torch's foreach AdamW at full rank")
+    amsgrad: bool = _option(False, _NO_AMSGRAD, "not supported")
+    capturable: bool = _option(False, _NOT_CAPTURABLE, "not supported")
+    differentiable: bool = _option(False, _NOT_DIFFERENTIABLE, "not supported")
+
+    @classmethod
+    def of(cls, group: Options | Mapping[str, Any]) -> Options:
+        """The view of a parameter group; missing keys have their defaults. Options are returned as they are."""
+        if isinstance(group, Options):
+            return group
+        options = object.__new__(cls)  # the constructor of a frozen dataclass takes five times as long
+        options.__dict__.update({name: group.get(name, default) for name, default in DEFAULTS.items()})
+        return options
+
+    def projects(self, tensor: Tensor) -> bool:
+        """Whether rows of a tensor of this group are selected: the group has a rank, the tensor is a matrix."""
+        return self.rank is not None and tensor.ndim >= 2 and tensor.numel() > 0
+
+    def selected(self, size: int) -> int:
+        """How many of ``size`` rows are selected."""
+        assert self.rank is not None
+        return resolve_rank(self.rank, size)
+
+    def explored(self, rank: int, size: int) -> int:
+        """How many rows of a weight of dense mode are explored in each step."""
+        return _explored(self.explore, self.replacement, rank, size)
+
+
+DECLARED = {f.name: f for f in fields(Options)}
+"""The fields of :class:`Options` by name."""
+
+DEFAULTS: dict[str, Any] = {name: f.default for name, f in DECLARED.items()}
+"""The default of every hyperparameter."""
+
+SHARED_KEYS = tuple(name for name, f in DECLARED.items() if f.metadata["shared"])
+"""Settings that the processes of a distributed run must agree on: they decide rows and the layout of state."""
+
+PAPER = {
+    "selection": "top_r",
+    "update_interval": 200,
+    "dim": "auto",
+    "state_policy": "reset",
+    "explore": 0,
+}
+"""Hyperparameters of Muhamed et al. (2024) where :class:`grass.GrassAdamW` has other defaults, which train better."""
 
 
 def as_plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -29,8 +187,8 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def validate(values: dict[str, Any]) -> None:
-    """Check those of a group's values that are there, apart from its tensors."""
-    for name in _RANGES:  # in this order, whichever of several wrong values is named
+    """Check the values of a group, apart from its tensors. Of several wrong values the first declared one is named."""
+    for name in DECLARED:
         if name in values:
             check_value(name, values[name])
     check_rule(values["selection"], values["replacement"])
@@ -38,10 +196,10 @@ def validate(values: dict[str, Any]) -> None:
 
 def check_value(name: str, value: Any) -> None:
     """Raise ``ValueError``, or ``TypeError``, unless ``value`` is in the range of the hyperparameter ``name``."""
-    holds, allowed = _RANGES[name]
-    message = f"Invalid {name}={value!r}: must be {allowed}"
+    allowed: Range = DECLARED[name].metadata["range"]
+    message = f"Invalid {name}={value!r}: must be {allowed.words}"
     try:
-        in_range = holds(value)
+        in_range = allowed.holds(value)
     except TypeError:
         raise TypeError(message) from None
     if not in_range:
@@ -49,99 +207,34 @@ def check_value(name: str, value: Any) -> None:
 
 
 def resolve_dim(dim: int | str, weight: Tensor) -> int:
-    """0 or 1 for a matrix ``(m, n)``; ``"auto"`` is the smaller dimension, 0 where both are equal."""
+    """0 or 1 for a matrix ``(m, n)``; ``"auto"`` is the smaller dimension, 0 if both are equal."""
     if dim == "auto":
         return int(weight.shape[0] > weight.shape[1])
     return int(dim)
 
 
 def resolve_rank(rank: int | float, size: int) -> int:
-    """Rows to select of ``size``: ``rank`` itself, or for a float that fraction of them, at least one."""
+    """How many of ``size`` rows to select: ``rank``, or if it is a float that fraction of them, at least one."""
     return max(1, round(float(rank) * size)) if isinstance(rank, (float, np.floating)) else int(rank)
 
 
-def explored_count(group: dict[str, Any], rank: int, size: int) -> int:
-    """Rows that a weight of dense mode explores in each step: all others unless told otherwise."""
-    explore = group["explore"]
-    if explore is None:
-        explore = 0 if group["replacement"] else 1.0
-    return resolve_explore(explore, rank, size)
+def explored_count(group: Mapping[str, Any], rank: int, size: int) -> int:
+    """:meth:`Options.explored` of a parameter group."""
+    return _explored(group["explore"], group["replacement"], rank, size)
 
 
-def is_projected(tensor: Tensor, group: dict[str, Any]) -> bool:
-    """Whether a tensor of this group is projected: the group has a rank and the tensor is a matrix, not empty."""
+def is_projected(tensor: Tensor, group: Mapping[str, Any]) -> bool:
+    """:meth:`Options.projects` of a parameter group."""
     return group["rank"] is not None and tensor.ndim >= 2 and tensor.numel() > 0
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """A weight or its gradient as ``(shape[0], -1)``: a view but for some layouts of more than two dimensions."""
+    """A weight or its gradient as ``(shape[0], -1)``; a copy for some layouts of more than two dimensions."""
     return tensor if tensor.ndim == 2 else tensor.reshape(tensor.shape[0], -1)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _is_fraction(value: Any) -> bool:
-    return isinstance(value, (float, np.floating)) and 0 < float(value) <= 1
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _one_of(allowed: Iterable[Any]) -> tuple[Callable[[Any], bool], str]:
-    choices = tuple(allowed)
-    return lambda v: v in choices, f"one of {', '.join(map(repr, choices))}"
-
-
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (lambda v: _is_scalar(v) and bool(0 <= v < math.inf), "a finite number or one-element tensor >= 0"),
-    "betas": (lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v), "two numbers in [0, 1)"),
-    "eps": (lambda v: 0 <= v < math.inf, "a finite number >= 0"),
-    "weight_decay": (lambda v: 0 <= v < math.inf, "a finite number >= 0"),
-    "rank": (
-        lambda v: v is None or (v >= 1 if _is_int(v) else _is_fraction(v)),
-        "an integer >= 1, a fraction in (0, 1], or None",
-    ),
-    "update_interval": (lambda v: _is_int(v) and v >= 1, "an integer >= 1"),
-    "dim": _one_of(("auto", 0, 1)),
-    "scale": (lambda v: 0 < v < math.inf, "a finite number > 0"),
-    "state_policy": _one_of(POLICIES),
-    "warmup_after_refresh": (lambda v: _is_int(v) and v >= 0, "an integer >= 0"),
-    "seed": (_is_int, "an integer"),
-    "decay": _one_of(("selected", "all")),
-    "refresh": _one_of(("sketch", "exact")),
-    "sketch_size": (lambda v: _is_int(v) and v >= 1, "an integer >= 1"),
-    "explore": (
-        lambda v: v is None or (v >= 0 if _is_int(v) else isinstance(v, float) and 0 <= v <= 1),
-        "an integer >= 0, a fraction in [0, 1], or None",
-    ),
-    "bank_dtype": _one_of(("float32", "bfloat16")),
-    "shard_bank": _one_of((False, True)),
-    "moment_dtype": _one_of(PRECISIONS),
-    "stochastic_rounding": _one_of((False, True)),
-    "fused": _one_of((None, False, True)),
-    "foreach": _one_of((None, False, True)),
-    "amsgrad": (lambda v: v is False, "False: rows that are not selected have no second moment to take a maximum of"),
-    "capturable": (
-        lambda v: v is False,
-        "False: a refresh reads gradient norms on the host, which a CUDA graph cannot record",
-    ),
-    "differentiable": (lambda v: v is False, "False: a step changes weights in place, unseen by autograd"),
-}
-
-SHARED_KEYS = (
-    *("rank", "dim", "selection", "replacement", "update_interval", "seed", "refresh", "sketch_size"),
-    *("state_policy", "explore", "bank_dtype", "shard_bank", "moment_dtype", "stochastic_rounding"),
-)
-"""What the processes of a distributed run must have alike, or they come apart."""
-
-PAPER = {
-    "selection": "top_r",
-    "update_interval": 200,
-    "dim": "auto",
-    "state_policy": "reset",
-    "explore": 0,
-}
-"""Hyperparameters of Muhamed et al. (2024) where :class:`grass.GrassAdamW` has other defaults, which train better."""
+def _explored(explore: int | float | None, replacement: bool, rank: int, size: int) -> int:
+    """All rows that are not selected unless told otherwise; none if rows are drawn with replacement."""
+    if explore is None:
+        explore = 0 if replacement else 1.0
+    return resolve_explore(explore, rank, size)

@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 
 from grass.compact_mode.cycle import resume
 from grass.compact_mode.layer import CompactLayer
-from grass.options import is_projected, validate
+from grass.options import Options, is_projected, validate
 from grass.parallel.ranks import Ranks
-from grass.parallel.shards import assembled, assembled_bank, local
+from grass.parallel.shards import is_sharded, local
 from grass.state.bank import Share
 from grass.state.bank_exchange import shares_bank
-from grass.state.moments import HOST_KEYS, State
+from grass.state.schema import HOST_KEYS, State
+from grass.state.sharding import assembled, assembled_bank
 from grass.stepping import step_device
 
 Layers = dict[int, CompactLayer]
@@ -32,7 +33,7 @@ def completed(state_dict: dict[str, Any], optimizer: Optimizer, layers: Layers, 
     """The state dict with sharded state as ``DTensor``, and active rows' values that the weights cannot hold."""
     for position, (p, group) in enumerate(_with_groups(optimizer)):
         state = state_dict["state"].get(position, {})
-        if "indices" in state and hasattr(p, "to_local"):
+        if "indices" in state and is_sharded(p):
             state = state_dict["state"][position] = assembled(state, p, _matrix_shape(p, layers))
         elif "bank_steps" in state and ranks.group is not None and shares_bank(group):
             state = state_dict["state"][position] = assembled_bank(state, _matrix_shape(p, layers), ranks.group)
@@ -93,7 +94,7 @@ class Loading:
                 optimizer.state[p]["step"] = step
         for position, (p, group) in enumerate(_with_groups(optimizer)):
             if id(p) in self.layers and (state := optimizer.state[p]):
-                resume(self.layers[id(p)], state, state.get("active"), group, position)
+                resume(self.layers[id(p)], state, state.get("active"), Options.of(group), position)
 
     def _take_projected(self, state_dict: dict[str, Any], keys: list[int]) -> dict[str, Any]:
         """The state dict, shallowly copied, without the state of projected weights, which is kept by position."""
@@ -106,7 +107,7 @@ class Loading:
         """A copy of the part of a projected weight's saved state that this process holds."""
         state: State = {key: local(value) if isinstance(value, Tensor) else value for key, value in saved.items()}
         state["step"] = int(state["step"])
-        if "bank_steps" in state and not hasattr(p, "to_local"):
+        if "bank_steps" in state and not is_sharded(p):
             ranks = self.ranks if shares_bank(group) else Ranks(None)
             share = Share.of(_matrix_shape(p, self.layers)[state["dim"]], ranks)
             for key in HOST_KEYS:

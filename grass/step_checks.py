@@ -11,7 +11,8 @@ from torch import Tensor
 from grass.compact_mode.layer import CompactLayer
 from grass.options import SHARED_KEYS, is_projected, settings_of
 from grass.parallel.ranks import Ranks, checksum
-from grass.state.moments import State
+from grass.parallel.shards import is_sharded
+from grass.state.schema import State
 from grass.validation import check_changed, validate_group
 
 Groups = list[dict[str, Any]]
@@ -104,7 +105,7 @@ def check_gradient(p: Tensor, group: dict[str, Any]) -> None:
         TypeError: it is sparse.
         ValueError: the parameter is sharded and its moments are to have 8 bits.
     """
-    if group["moment_dtype"] == "8bit" and hasattr(p, "to_local"):
+    if group["moment_dtype"] == "8bit" and is_sharded(p):
         raise ValueError("moment_dtype='8bit' cannot be sharded: its blocks of 256 values run over rows")
     if p.grad is not None and p.grad.layout != torch.strided:
         raise TypeError(

@@ -13,7 +13,11 @@ from grass.selection.exploration import resolve_explore
 
 
 def validate_group(group: dict[str, Any], layers: dict[int, CompactLayer]) -> None:
-    """Check a group's values, and its ``rank`` against each of its tensors, active rows of ``layers`` by their ``id``.
+    """Check a group's values, and its ``rank`` against each of its tensors.
+
+    Args:
+        group: the group.
+        layers: converted layers by the ``id`` of their active rows.
 
     Raises:
         TypeError: a tensor is complex, or a value of the wrong type.
@@ -57,7 +61,7 @@ def check_changed(group: dict[str, Any], before: dict[str, Any], has_state: bool
 
 
 def tensors_of(params: Any) -> list[Tensor]:
-    """The tensors of a group; what is neither a tensor nor a named one is left for torch's own check to refuse."""
+    """The tensors of a group. Other items are left out; torch's own check refuses them."""
     items = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
     return [p for p in items if isinstance(p, Tensor)]
 

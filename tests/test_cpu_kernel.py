@@ -49,7 +49,7 @@ def test_step(dim, mode, layout, per_row, maximize) -> None:
             twins.append(projector.gather(twins[0]))
         given = None if mode == "active, no weight" else weight
         numbers = (ages, 1e-2, 1 - 1e-2 * 0.1)
-        assert batch.add(given, projector.indices, dim, grad, values, *moments, *numbers)
+        assert batch.add(cpu_kernel.Weight(given, projector.indices, dim, grad, values, *moments, *numbers))
         kept += [projector, ages, grad]
         ours += [t for t in (given, *moments, values) if t is not None]
         theirs += twins if given is not None else twins[1:]
@@ -101,8 +101,9 @@ def test_training_agrees_with_torch_operators(mode: str, explore: float, dim: in
 def test_declines_what_it_does_not_know(weight: torch.Tensor) -> None:
     batch = cpu_kernel.Batch(True)
     moments = torch.zeros(2, 4), torch.zeros(2, 4)
-    assert not batch.add(weight, torch.tensor([0, 2]), 0, torch.randn(4, 4), None, *moments, 1, 1e-3, 1.0)
-    assert not batch.add(torch.randn(4, 4), torch.tensor([0, 2]), 0, torch.randn(4, 4).t(), None, *moments, 1, 0.1, 1.0)
+    for matrix, grad in ((weight, torch.randn(4, 4)), (torch.randn(4, 4), torch.randn(4, 4).t())):
+        numbers = (1, 1e-3, 1.0)
+        assert not batch.add(cpu_kernel.Weight(matrix, torch.tensor([0, 2]), 0, grad, None, *moments, *numbers))
     batch.run(**HYPER, maximize=False)
 
 

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from grass import PAPER, GrassAdamW
 from grass.memory import state_bytes
 from grass.state.bank import to_host
-from grass.state.moments import HOST_KEYS
+from grass.state.schema import HOST_KEYS
 
 ROWS, COLUMNS = 6, 8
 HYPER = dict(PAPER, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, dim=0)

@@ -1,4 +1,4 @@
-"""AdamW's arithmetic on matrices by torch's operators: what kernels are compared with, and run as on other devices."""
+"""AdamW's arithmetic on matrices by torch's operators: the reference of the kernels, and their twin elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepCoefficients:
-    """What one step multiplies by: scalars, or vectors over the rows where rows differ in step count.
+    """The coefficients of one step: scalars, or vectors over the rows if rows differ in step count.
 
     Attributes:
         step_size: ``lr scale / (1 - beta1^t)``.

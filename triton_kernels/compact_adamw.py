@@ -18,15 +18,20 @@ gradient. About ``15 r n`` FLOPs.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from .arithmetic import StepCoefficients, adamw_
 from .dispatch import kernel_op
-from .language import cdiv, jit, narrowed, tile, tl
-from .random_bits import key_words, random_bits, random_bits_kernel, round_stochastically, round_stochastically_kernel
+from .language import cdiv, is_column_major, jit, logarithm, narrowed, tile, tl
+from .random_bits import (
+    Stream,
+    key_words,
+    random_bits,
+    random_bits_kernel,
+    round_stochastically,
+    round_stochastically_kernel,
+)
 
 
 def compact_adamw_(
@@ -103,16 +108,22 @@ def _twin(
     new = old.to(wide, copy=rows is not None)
     adamw_([new], [compact], [first], [second], [c], [shrink], betas=(beta1, beta2), eps=eps, maximize=maximize)
     counter = indices.unsqueeze(1) * weight.shape[1] + torch.arange(weight.shape[1], device=weight.device)
-    for stream, moment, value in ((1, exp_avg, first), (2, exp_avg_sq, second)):
+    for stream, moment, value in ((Stream.EXP_AVG, exp_avg, first), (Stream.EXP_AVG_SQ, exp_avg_sq, second)):
         if value is not moment:
             moment.copy_(_rounded(value, moment.dtype, counter, moment_key, stream))
-    value = _rounded(new, old.dtype, counter, key, 0)
+    value = _rounded(new, old.dtype, counter, key, Stream.VALUES)
     if rows is not None:
         rows.copy_(value)
     weight.index_copy_(0, indices, value.to(weight.dtype))
 
 
-def _rounded(x: Tensor, dtype: torch.dtype, counter: Tensor, key: int | None, stream: int) -> Tensor:
+def moment_words(key: int) -> tuple[int, int, int]:
+    """The words of a key for both moments, as kernels take them: they share the low one."""
+    low, first_high = key_words(key, Stream.EXP_AVG)
+    return low, first_high, key_words(key, Stream.EXP_AVG_SQ)[1]
+
+
+def _rounded(x: Tensor, dtype: torch.dtype, counter: Tensor, key: int | None, stream: Stream) -> Tensor:
     if key is None or x.dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
         return x.to(dtype)
     return round_stochastically(x, dtype, random_bits(counter, key, stream))
@@ -139,10 +150,10 @@ def _launch(
 ) -> None:
     r, n = exp_avg.shape
     values = weight if rows is None else rows
-    transposed = weight.stride(0) == 1 and weight.stride(1) > 1
+    transposed = is_column_major(weight)
     block_r, block_n = tile(r, n, transposed, elements=1024)
-    logs = (math.log(beta) if beta > 0 else -1e30 for beta in (beta1, beta2))
-    words = *key_words(key or 0), *key_words(moment_key or 0, 1), key_words(moment_key or 0, 2)[1]
+    logs = logarithm(beta1), logarithm(beta2)
+    words = *key_words(key or 0), *moment_words(moment_key or 0)
     strides = *weight.stride(), *values.stride(), *grad.stride(), *exp_avg.stride(), *exp_avg_sq.stride()
     hyperparameters = step, step_size, *logs, 1 - beta1, beta2, 1 - beta2, eps, shrink, -1.0 if maximize else 1.0
     flags = rows is not None, gather_grad, ages is not None, key is not None, moment_key is not None

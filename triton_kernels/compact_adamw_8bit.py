@@ -16,17 +16,15 @@ gradient ``18 r n``; and ``r n / 16`` for the scales.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from .compact_adamw import _correction, _store
+from .compact_adamw import _correction, _store, moment_words
 from .compact_adamw import _twin as compact_adamw_twin
 from .dispatch import kernel_op
-from .language import cdiv, jit, narrowed, tl
+from .language import cdiv, jit, logarithm, narrowed, tl
 from .moment_codes import decode_moment, dynamic_map, encode_moment
-from .random_bits import key_words, random_bits, random_bits_kernel
+from .random_bits import Stream, key_words, random_bits, random_bits_kernel
 
 
 def compact_adamw_8bit_(
@@ -53,23 +51,23 @@ def compact_adamw_8bit_(
     """:func:`compact_adamw_` with moments in codes; updates these and their scales in place too.
 
     Args:
-        weight: as there, likewise all that is not named here.
-        indices: likewise.
-        grad: likewise.
+        weight: as in :func:`compact_adamw_`.
+        indices: as in :func:`compact_adamw_`.
+        grad: as in :func:`compact_adamw_`.
         exp_avg: codes of ``M``, uint8, ``(r, n)`` (``(m, r)``), dense: row-major or column-major.
         exp_avg_scale: float32, one for every 256 of them in the order of memory.
         exp_avg_sq: codes of ``sqrt(V)``, in the layout of ``exp_avg``.
-        exp_avg_sq_scale: likewise.
-        row_steps: likewise.
-        dim: likewise.
-        rows: likewise.
-        gather_grad: likewise.
-        step_size: likewise.
-        betas: likewise.
-        eps: likewise.
-        shrink: likewise.
-        maximize: likewise.
-        key: likewise.
+        exp_avg_sq_scale: the scales of ``exp_avg_sq``.
+        row_steps: as in :func:`compact_adamw_`.
+        dim: as in :func:`compact_adamw_`.
+        rows: as in :func:`compact_adamw_`.
+        gather_grad: as in :func:`compact_adamw_`.
+        step_size: as in :func:`compact_adamw_`.
+        betas: as in :func:`compact_adamw_`.
+        eps: as in :func:`compact_adamw_`.
+        shrink: as in :func:`compact_adamw_`.
+        maximize: as in :func:`compact_adamw_`.
+        key: as in :func:`compact_adamw_`.
         moment_key: of the rounding of the moments.
     """
     if dim == 1:
@@ -107,10 +105,10 @@ def _twin(
     compact_adamw_twin(weight, indices, rows, grad, first, second, ages, *numbers)
     place = torch.arange(exp_avg.numel(), device=exp_avg.device)
     for codes, scale, value, stream in (
-        (exp_avg, exp_avg_scale, first, 1),
-        (exp_avg_sq, exp_avg_sq_scale, second.sqrt_(), 2),
+        (exp_avg, exp_avg_scale, first, Stream.EXP_AVG),
+        (exp_avg_sq, exp_avg_sq_scale, second.sqrt_(), Stream.EXP_AVG_SQ),
     ):
-        new_codes, new_scale = encode_moment(value, stream == 1, random_bits(place, moment_key, stream))
+        new_codes, new_scale = encode_moment(value, stream == Stream.EXP_AVG, random_bits(place, moment_key, stream))
         codes.copy_(new_codes)
         scale.copy_(new_scale)
 
@@ -139,8 +137,8 @@ def _launch(
     r, n = exp_avg.shape
     values = weight if rows is None else rows
     levels = [dynamic_map(signed, str(weight.device)) for signed in (True, False)]
-    logs = (math.log(beta) if beta > 0 else -1e30 for beta in (beta1, beta2))
-    words = *key_words(key or 0), *key_words(moment_key, 1), key_words(moment_key, 2)[1]
+    logs = logarithm(beta1), logarithm(beta2)
+    words = *key_words(key or 0), *moment_words(moment_key)
     strides = *weight.stride(), *values.stride(), *grad.stride()
     hyperparameters = step, step_size, *logs, 1 - beta1, beta2, 1 - beta2, eps, shrink, -1.0 if maximize else 1.0
     flags = not exp_avg.is_contiguous(), rows is not None, gather_grad, ages is not None, key is not None

@@ -31,7 +31,7 @@ WIDE_SECTOR = 32 // 2
 
 
 def compact_grad(g: Tensor, x: Tensor, indices: Tensor, dim: int) -> Tensor:
-    """The rows (``dim=0``) or columns (``dim=1``) ``indices`` of ``g^T x``, by the faster way for the shapes at hand.
+    """The rows (``dim=0``) or columns (``dim=1``) ``indices`` of ``g^T x``, by the faster way for their shapes.
 
     Args:
         g: output gradient ``(b, m)``.

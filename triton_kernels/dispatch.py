@@ -1,8 +1,8 @@
 """Which implementation of an operation runs: its Triton kernel or its torch twin. Decided here and nowhere else.
 
 CUDA tensors go to Triton, all others to torch. ``GRASS_KERNELS=torch`` or ``GRASS_KERNELS=triton`` overrides that; on
-CPU tensors Triton runs only in its interpreter (``TRITON_INTERPRET=1``, set before the first import). What a kernel
-does not take goes to the twin, and the log says so once.
+CPU tensors Triton runs only in its interpreter (``TRITON_INTERPRET=1``, set before the first import). Unsupported
+inputs use the torch twin and log one warning.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def kernel_op(
         twin: the operation in torch; takes every device and type, and is the oracle in tests.
         launch: the operation in Triton.
         fake: shapes and types of the results, for ``torch.compile`` and fake tensors.
-        types: that the kernel takes beside :data:`REAL` and int64.
+        types: dtypes that the kernel takes in addition to :data:`REAL` and int64.
     """
     name = schema[: schema.index("(")]
     _TYPES[name] = REAL | {torch.int64} | types
@@ -72,7 +72,7 @@ def runs_triton(name: str, *args: Any) -> bool:
 
 
 def wants_triton(device: str) -> bool:
-    """Whether tensors on this type of device go to Triton, where a kernel takes them.
+    """Whether tensors on this type of device go to Triton if a kernel supports them.
 
     Raises:
         ValueError: ``GRASS_KERNELS`` is neither ``torch`` nor ``triton``.
@@ -96,7 +96,7 @@ def _obstacle(tensors: list[Tensor], types: frozenset[torch.dtype]) -> str | Non
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], dim: int = 0) -> None:
-    """See that a tensor, transposed already for ``dim=1``, has this shape; kernels would read past its end.
+    """Check the shape of a tensor, which for ``dim=1`` is transposed already: kernels would read past its end.
 
     Raises:
         ValueError: it has another.

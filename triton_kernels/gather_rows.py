@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import kernel_op
-from .language import cdiv, jit, narrowed, tile, tl
+from .language import cdiv, is_column_major, jit, narrowed, tile, tl
 
 
 def gather_rows(
@@ -72,7 +72,7 @@ def gather_cols(
 
 def empty_like_layout(x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """An uninitialised matrix, column-major where ``x`` is."""
-    if x.stride(0) == 1 and x.stride(1) > 1:
+    if is_column_major(x):
         return torch.empty(shape[::-1], dtype=dtype, device=x.device).t()
     return torch.empty(shape, dtype=dtype, device=x.device)
 
@@ -89,7 +89,7 @@ def _twin(out: Tensor, x: Tensor, indices: Tensor, scale: Tensor | None, accumul
 
 def _launch(out: Tensor, x: Tensor, indices: Tensor, scale: Tensor | None, accumulate: bool) -> None:
     r, n = out.shape
-    block_r, block_n = tile(r, n, rows_contiguous=out.stride(0) == 1 and out.stride(1) > 1)
+    block_r, block_n = tile(r, n, rows_contiguous=is_column_major(out))
     _gather_rows_kernel[cdiv(r, block_r), cdiv(n, block_n)](
         out, x, indices, scale, r, n, *out.stride(), *x.stride(), scale is not None, accumulate, block_r, block_n
     )

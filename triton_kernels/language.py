@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 try:
     import triton
@@ -54,6 +57,16 @@ def tile(rows: int, columns: int, rows_contiguous: bool, elements: int = 2048, r
         return block, min(power_of_two(columns), max(1, elements // block))
     block = min(power_of_two(columns), run)
     return min(power_of_two(rows), max(1, elements // block)), block
+
+
+def is_column_major(matrix: Tensor) -> bool:
+    """Whether columns are contiguous in memory: such a matrix is handled as its transpose."""
+    return matrix.stride(0) == 1 and matrix.stride(1) > 1
+
+
+def logarithm(beta: float) -> float:
+    """``log(beta)`` as kernels take it: finite for 0 too."""
+    return math.log(beta) if beta > 0 else -1e30
 
 
 CUTS_OFF = tl and tl.constexpr(INTERPRETED)

@@ -7,15 +7,11 @@ from torch import Tensor
 
 from .dispatch import runs_triton
 from .gather_rows import gather_cols
-
-
-def is_column_major(matrix: Tensor) -> bool:
-    """Whether columns are contiguous in memory: such a matrix is handled as its transpose."""
-    return matrix.stride(0) == 1 and matrix.stride(1) > 1
+from .language import is_column_major
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor fill one block of memory: no gaps, as between columns, and no overlaps."""
+    """Whether the elements of a tensor fill one block of memory, without gaps or overlaps."""
     if tensor.is_contiguous():
         return True
     expected = 1

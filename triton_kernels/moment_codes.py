@@ -1,8 +1,8 @@
 r"""Moments as 8-bit codes, blockwise and dynamic (of weights, linear: :mod:`grass.compact_mode.weight_codes`).
 
 After Dettmers et al., 2022, arXiv 2110.02861: 256 consecutive values share a scale, their largest magnitude; below it,
-each decade has half as many codes as the one above. Between two codes a value is rounded up or down by chance, right in
-expectation.
+each decade has half as many codes as the one above. Values between two codes are rounded stochastically, which is right
+in expectation.
 """
 
 from __future__ import annotations

@@ -13,15 +13,13 @@ partial sums in a fixed order.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from .arithmetic import StepCoefficients
 from .compact_adamw import _correction
 from .dispatch import check_shape, kernel_op
-from .language import INTERPRETED, cdiv, jit, tile, tl
+from .language import INTERPRETED, cdiv, is_column_major, jit, logarithm, tile, tl
 from .layout import gather
 
 PROGRAMS = 4 if INTERPRETED else 512
@@ -102,7 +100,7 @@ def _launch(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     r, n = exp_avg.shape
-    transposed = exp_avg.stride(0) == 1 and exp_avg.stride(1) > 1
+    transposed = is_column_major(exp_avg)
     block_r, block_n = tile(r, n, transposed, elements=1024, run=256)
     wanted = max(1, min(cdiv(PROGRAMS, cdiv(n, block_n)), cdiv(r, 4 * block_r)))
     share = cdiv(cdiv(r, wanted), block_r) * block_r
@@ -110,7 +108,7 @@ def _launch(
     columns, rows, factors, lengths = (
         torch.empty(size, dtype=torch.float32, device=grad.device) for size in (shares * 2 * n, across * r, n, r)
     )
-    logs = (math.log(beta) if beta > 0 else -1e30 for beta in (beta1, beta2))
+    logs = logarithm(beta1), logarithm(beta2)
     strides = *exp_avg.stride(), *exp_avg_sq.stride(), *grad.stride()
     _move_factors_kernel[across, shares](
         columns, rows, exp_avg, exp_avg_sq, grad, indices, ages, r, n, share, *strides, step, *logs, eps,

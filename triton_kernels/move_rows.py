@@ -26,9 +26,9 @@ from torch import Tensor
 
 from .compact_adamw import _rounded, _store
 from .dispatch import check_shape, kernel_op
-from .language import cdiv, jit, tile, tl
+from .language import cdiv, is_column_major, jit, tile, tl
 from .layout import gather, scatter_
-from .random_bits import key_words
+from .random_bits import Stream, key_words
 
 
 def move_rows_(
@@ -104,9 +104,9 @@ def _twin(
     new = old.to(wide).addcmul_(unit, sizes.unsqueeze(1), value=-1)
     place = torch.arange(weight.shape[1], device=weight.device)
     counter = indices.unsqueeze(1) * weight.shape[1] + place if key is not None else place
-    value = _rounded(new, old.dtype, counter, key, 4)
+    value = _rounded(new, old.dtype, counter, key, Stream.EXPLORED)
     if rows is not None:
-        value = _rounded(rows.copy_(value).to(wide), weight.dtype, counter, key, 5)
+        value = _rounded(rows.copy_(value).to(wide), weight.dtype, counter, key, Stream.EXPLORED_WEIGHT)
     if not most:
         scatter_(weight, indices, 0, value)
     elif value is not weight:
@@ -127,9 +127,9 @@ def _launch(
 ) -> None:
     q, n = indices.numel(), weight.shape[1]
     values = weight if rows is None else rows
-    transposed = weight.stride(0) == 1 and weight.stride(1) > 1
+    transposed = is_column_major(weight)
     block_q, block_n = tile(q, n, transposed, elements=1024, run=64 if transposed else 1024)
-    words = *key_words(key or 0, 4), key_words(key or 0, 5)[1]
+    words = *key_words(key or 0, Stream.EXPLORED), key_words(key or 0, Stream.EXPLORED_WEIGHT)[1]
     strides = *weight.stride(), *values.stride(), *grad.stride()
     flags = rows is not None, norms is not None, gather_grad, key is not None
     _move_rows_kernel[(cdiv(q, block_q),)](

@@ -2,13 +2,15 @@ r"""Random bits that are a pure function of (key, counter): the same in torch an
 
 ``bits = f(f(low(c) ^ k0) + k1 + high(c) * C)`` with 32-bit words throughout, where ``c`` is the counter (an element's
 place in its matrix), ``k0, k1`` the key, and ``f`` a bijection of three xor-shifts and two multiplications by odd
-numbers. A key is made of whatever names the use: seed, parameter, step.
+numbers. A key is made of the integers that name the use: seed, parameter, step.
 
 Stochastic rounding of float32 ``x`` with them picks one of the two neighbours of ``x`` in the narrower type, the upper
 with probability ``(x - lower) / (upper - lower)``: the expectation is ``x``.
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -19,8 +21,19 @@ _MASK = 0xFFFFFFFF
 _FIRST, _SECOND, _CARRY = 0x7FEB352D, 0x846CA68B, 0x9E3779B1  # odd; the first two spread every bit over the word
 
 
+class Stream(IntEnum):
+    """Independent random bits under one key: every value that is rounded in one step has a stream of its own."""
+
+    VALUES = 0
+    EXP_AVG = 1
+    EXP_AVG_SQ = 2
+    DECAY = 3
+    EXPLORED = 4
+    EXPLORED_WEIGHT = 5
+
+
 def make_key(*parts: int) -> int:
-    """A 62-bit key, different for different integers ``parts`` (but for chance collisions)."""
+    """A 62-bit key, different for different integers ``parts`` (apart from chance collisions)."""
     key = len(parts)
     for part in parts:
         key = (key ^ part) & (2**64 - 1)
@@ -29,14 +42,14 @@ def make_key(*parts: int) -> int:
     return key >> 2
 
 
-def key_words(key: int, stream: int = 0) -> tuple[int, int]:
+def key_words(key: int, stream: int = Stream.VALUES) -> tuple[int, int]:
     """The two words of a key as signed 32-bit integers, as kernels take them; each stream has its own bits."""
     words = key & _MASK, (key >> 32) + stream * _CARRY & _MASK
     low, high = (word - 2**32 if word >= 2**31 else word for word in words)
     return low, high
 
 
-def random_bits(counter: Tensor, key: int, stream: int = 0) -> Tensor:
+def random_bits(counter: Tensor, key: int, stream: int = Stream.VALUES) -> Tensor:
     """32 random bits for each int64 ``counter >= 0``, as int64 in ``[0, 2^32)``."""
     low, high = (word & _MASK for word in key_words(key, stream))
     mixed = _mix(counter & _MASK ^ low)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import kernel_op
-from .language import INTERPRETED, cdiv, jit, tile, tl
+from .language import INTERPRETED, cdiv, is_column_major, jit, tile, tl
 
 PROGRAMS = 4 if INTERPRETED else 1024
 """Programs wanted at least: several for each of a GPU's hundred-odd multiprocessors."""
@@ -36,7 +36,7 @@ def _twin(x: Tensor) -> Tensor:
 
 def _launch(x: Tensor) -> Tensor:
     m, n = x.shape
-    block_m, block_n = tile(m, n, rows_contiguous=x.stride(0) == 1 and x.stride(1) > 1, elements=4096)
+    block_m, block_n = tile(m, n, rows_contiguous=is_column_major(x), elements=4096)
     splits = max(1, min(cdiv(PROGRAMS, cdiv(m, block_m)), cdiv(n, 4 * block_n)))
     partial = torch.empty(splits, m, dtype=torch.float32, device=x.device)
     share = cdiv(n, splits)

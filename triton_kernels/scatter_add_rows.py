@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import kernel_op
-from .language import cdiv, jit, narrowed, tile, tl
+from .language import cdiv, is_column_major, jit, narrowed, tile, tl
 
 
 def scatter_add_rows(
@@ -76,7 +76,7 @@ def _launch(out: Tensor, indices: Tensor, x: Tensor, scale: Tensor | None, alpha
     order = indices
     if not distinct:
         indices, order = torch.sort(indices, stable=True)
-    block_r, block_n = tile(r, n, rows_contiguous=out.stride(0) == 1 and out.stride(1) > 1)
+    block_r, block_n = tile(r, n, rows_contiguous=is_column_major(out))
     flags = scale is not None, distinct
     _scatter_add_rows_kernel[cdiv(r, block_r), cdiv(n, block_n)](
         out, indices, order, x, scale, alpha, r, n, *out.stride(), *x.stride(), *flags, block_r, block_n

@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 from grass.compact_mode.cycle import Trained, adopt, advance, arm, resume
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.registry import layers_of
-from grass.options import validate
+from grass.options import Options, validate
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import local
 from grass.selection.exploration import explored_directions
 from grass.selection.projector import Projector
-from grass.state.moments import State, source_rows
+from grass.state.moments import source_rows
 from grass.state.precision import rounding_key
 from grass.state.refresh import Carry
+from grass.state.schema import State
 
 
 def attach(
@@ -77,7 +78,7 @@ def attach(
     validate(group)
     if state_policy not in ("reset", "keep"):
         raise ValueError(f"Invalid {state_policy=}: must be 'reset' or 'keep' under another optimizer than GrassAdamW")
-    return Attachment(optimizer, model, group)
+    return Attachment(optimizer, model, Options.of(group))
 
 
 class Attachment:
@@ -89,11 +90,11 @@ class Attachment:
 
     process_group: ProcessGroup | None = None
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module, group: dict[str, Any]) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module, options: Options) -> None:
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}
         if getattr(optimizer, "writes_back_active_rows", False):
             raise ValueError(f"{type(optimizer).__name__} writes active rows back already")
-        self.optimizer, self.group = optimizer, group
+        self.optimizer, self.options = optimizer, options
         self.layers = {
             name: layer
             for name, layer in model.named_modules()
@@ -107,7 +108,7 @@ class Attachment:
         self.states: dict[str, State] = {}
         for name, layer in self.layers.items():
             self.states[name] = adopt(layer, {}, lambda old, new: None)
-            arm(layer, self.states[name], group)
+            arm(layer, self.states[name], options)
         optimizer.writes_back_active_rows = True  # type: ignore[attr-defined]
         self._before: dict[int, Tensor] = {}
         before, after = (
@@ -135,7 +136,7 @@ class Attachment:
             raise ValueError(f"State for the layers {sorted(state_dict)}, but attached to {sorted(self.layers)}")
         for index, (name, layer) in enumerate(self.layers.items()):
             state = self.states[name] = dict(state_dict[name])
-            resume(layer, state, state.pop("active"), self.group, index)
+            resume(layer, state, state.pop("active"), self.options, index)
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -151,8 +152,8 @@ class Attachment:
             state["step"] += 1
             if position in self._before and layer.active.grad is not None:
                 self._explore(layer, self._before.pop(position))
-            layer.write_back(rounding_key(self.group, position, state["step"]))
-        ranks.verify_selection(advance(every, self.group, ranks, self._carry_of))
+            layer.write_back(rounding_key(self.options, position, state["step"]))
+        ranks.verify_selection(advance(every, self.options, ranks, self._carry_of))
 
     def _trained(self) -> list[Trained]:
         return [Trained(self.layers[name], self.states[name], index) for index, name in enumerate(self.layers)]
@@ -181,7 +182,7 @@ class Attachment:
         def carry(old: Projector | None, new: Projector) -> None:
             for value in self._state_of_rows(layer):
                 selected = layer.selected_part(value)
-                if self.group["state_policy"] == "reset" or old is None:
+                if self.options.state_policy == "reset" or old is None:
                     selected.zero_()
                 else:
                     kept, source = source_rows(old, new, layer.shape[new.dim])

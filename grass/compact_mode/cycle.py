@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
+from grass.options import Options
 from grass.parallel.ranks import Ranks
-from grass.parallel.shards import check_shards
-from grass.selection.draws import selection_generator
+from grass.parallel.shards import check_shards, is_sharded
+from grass.selection.draws import sketch_generator
 from grass.selection.exploration import draw_explored
 from grass.selection.rules import needs_norms
-from grass.state.moments import State, shared_steps
 from grass.state.refresh import Carry, refresh, refresh_due
+from grass.state.schema import State, shared_steps
 
 NEW: State = {"step": 0, "refresh_step": 0, "refreshes": 1}
 """The counters of active rows that have not been stepped."""
@@ -46,7 +47,7 @@ class Trained(NamedTuple):
 
 def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
     """Start the state of a layer with the rows that its conversion selected. Returns the state."""
-    if layer.weights and hasattr(layer.active, "to_local"):
+    if layer.weights and is_sharded(layer.active):
         raise ValueError(f"weights={layer.weights!r} cannot be sharded: their scales belong to whole rows")
     check_shards(layer.weight, layer.weight_axis(layer.dim), "weight")
     check_shards(layer.active, layer.dim, "active")
@@ -66,48 +67,46 @@ def reserve_rows(state: State, layer: CompactLayer) -> None:
         state["active"] = torch.empty(0)
 
 
-def resume(layer: CompactLayer, state: State, values: Tensor | None, group: dict[str, Any], index: int) -> None:
+def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Options, index: int) -> None:
     """Return a layer to the rows of a loaded state; ``values`` as in :meth:`CompactLayer.restore`."""
-    layer.restore(state["indices"], _explored_rows(layer, state, group, index), values)
+    layer.restore(state["indices"], _explored_rows(layer, state, options, index), values)
     reserve_rows(state, layer)
-    arm(layer, state, group)
+    arm(layer, state, options)
 
 
-def advance(
-    every: list[Trained], group: dict[str, Any], ranks: Ranks, carry_of: Callable[[Trained], Carry]
-) -> list[Tensor]:
+def advance(every: list[Trained], options: Options, ranks: Ranks, carry_of: Callable[[Trained], Carry]) -> list[Tensor]:
     """Make layers that were stepped and written back ready for the next forward.
 
     Args:
         every: the layers.
-        group: the options that they share.
+        options: the options that they share.
         ranks: the ranks that train the model together.
         carry_of: returns how the state of a layer follows its selection.
 
     Returns:
         The selected rows of each layer that chose rows.
     """
-    due = [item for item in every if refresh_due(item.state, group)]
-    norms = _norms_for([item.layer for item in due], group, ranks)
+    due = [item for item in every if refresh_due(item.state, options)]
+    norms = _norms_for([item.layer for item in due], options, ranks)
     for item, layer_norms in zip(due, norms, strict=True):
-        _choose_rows(item, layer_norms, carry_of(item), group)
+        _choose_rows(item, layer_norms, carry_of(item), options)
     for layer, state, position in every:
-        explored = _explored_rows(layer, state, group, position)
+        explored = _explored_rows(layer, state, options, position)
         if explored is not None:
             layer.explore(explored)
         layer.mark_synced()
-        arm(layer, state, group)
+        arm(layer, state, options)
     return [item.state["indices"] for item in due]
 
 
-def arm(layer: CompactLayer, state: State, group: dict[str, Any]) -> None:
+def arm(layer: CompactLayer, state: State, options: Options) -> None:
     """Begin a sketch if the coming step will choose rows by a rule that reads norms."""
-    due = shared_steps(state) + 1 >= group["update_interval"]
-    if due and layer.sketch is None and needs_norms(group["selection"]):
+    due = shared_steps(state) + 1 >= options.update_interval
+    if due and layer.sketch is None and needs_norms(options.selection):
         width = layer.shape[1 - layer.dim]
-        exact = group["refresh"] == "exact" or group["sketch_size"] >= width
-        generator = selection_generator(group["seed"], -width, state["refreshes"])
-        layer.begin_sketch(None if exact else rademacher(width, group["sketch_size"], generator).to(layer.rows()))
+        exact = options.refresh == "exact" or options.sketch_size >= width
+        generator = sketch_generator(options.seed, width, state["refreshes"])
+        layer.begin_sketch(None if exact else rademacher(width, options.sketch_size, generator).to(layer.rows()))
 
 
 def gathered_norms(layers: list[CompactLayer], ranks: Ranks) -> list[Tensor]:
@@ -126,9 +125,9 @@ def rademacher(width: int, size: int, generator: torch.Generator) -> Tensor:
     return signs / math.sqrt(size)
 
 
-def _norms_for(layers: list[CompactLayer], group: dict[str, Any], ranks: Ranks) -> list[Tensor]:
+def _norms_for(layers: list[CompactLayer], options: Options, ranks: Ranks) -> list[Tensor]:
     """Row norms of each layer's gradient, from its sketch; ones for a rule that does not read them."""
-    if needs_norms(group["selection"]):
+    if needs_norms(options.selection):
         norms = gathered_norms(layers, ranks)
         for layer, layer_norms in zip(layers, norms, strict=True):
             layer.norms = layer_norms
@@ -136,19 +135,19 @@ def _norms_for(layers: list[CompactLayer], group: dict[str, Any], ranks: Ranks) 
     return [torch.ones(layer.shape[layer.dim]) for layer in layers]
 
 
-def _choose_rows(item: Trained, norms: Tensor, carry: Carry, group: dict[str, Any]) -> None:
+def _choose_rows(item: Trained, norms: Tensor, carry: Carry, options: Options) -> None:
     """Select the rows that train from the next step on."""
     layer, state, position = item
-    refresh(state, carry, norms, layer.dim, layer.rank, group, position)
+    refresh(state, carry, norms, layer.dim, layer.rank, options, position)
     if "row_scale" in state:
-        raise ValueError(f"selection={group['selection']!r} scales or repeats rows: not for compact mode")
+        raise ValueError(f"selection={options.selection!r} scales or repeats rows: not for compact mode")
     state["indices"] = state["indices"].to(layer.chosen.device)
     layer.select(state["indices"])
 
 
-def _explored_rows(layer: CompactLayer, state: State, group: dict[str, Any], index: int) -> Tensor | None:
+def _explored_rows(layer: CompactLayer, state: State, options: Options, index: int) -> Tensor | None:
     """The rows that a layer explores in the coming step; ``None`` keeps those that its conversion drew."""
     if not layer.reach or not state["step"]:
         return None
     count = layer.chosen.numel() - layer.rank
-    return draw_explored(state["indices"], layer.shape[layer.dim], count, group["seed"], index, state["step"])
+    return draw_explored(state["indices"], layer.shape[layer.dim], count, options.seed, index, state["step"])

@@ -1,8 +1,8 @@
 """The CPU kernel behind ``GrassAdamW(..., fused=None)``: compiled on first use, cached by its source.
 
-Torch's operators read the chosen rows once to gather, again to step and again to scatter; at the memory bandwidth of a
-CPU that is what a step costs. ``kernel.cpp`` does it in one pass, for many weights in one call, so that Python only
-has to check and to list the tensors of each.
+Torch's operators read the selected rows three times: to gather, to step and to scatter. On a CPU, memory bandwidth
+decides what a step costs. ``kernel.cpp`` needs one pass, for many weights in one call; Python only checks and lists
+their tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import struct
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,49 +33,76 @@ _WEIGHT = struct.Struct("10P6q4d")  # struct Weight in the source
 
 
 class Explored(Protocol):
-    """What moves without state: :class:`grass.stepping.rows.Explored`."""
+    """Rows of a weight that move without state (:mod:`grass.selection.exploration`)."""
 
+    @property
+    def grad(self) -> Tensor:
+        """The gradient of the whole weight, or with ``values`` theirs; possibly a ``DTensor``."""
+
+    @property
+    def reach(self) -> float:
+        """How many times as far as the selected rows they move."""
+
+    @property
+    def indices(self) -> Tensor | None:
+        """int64 ``(q,)``; ``None``: all rows that are not selected."""
+
+    @property
+    def values(self) -> Tensor | None:
+        """The rows if they are a tensor of their own."""
+
+
+class Weight(NamedTuple):
+    """A weight to step. The fields are the arguments of :func:`grass.kernels.compact_adamw_`.
+
+    Attributes:
+        weight: ``(m, n)``; ``None`` if only ``values`` are to be stepped.
+        indices: int64 ``(r,)``, the selected rows.
+        dim: 0 for rows, 1 for columns.
+        grad: of the whole weight; with ``values`` theirs.
+        values: the selected rows if they are a tensor of their own (``rows`` there).
+        exp_avg: first moments.
+        exp_avg_sq: second moments.
+        row_steps: Adam steps of the rows, this one included: a number, or float ``(r,)``.
+        step_size: the learning rate.
+        shrink: ``1 - lr weight_decay``.
+        explored: rows that move too (:mod:`grass.selection.exploration`).
+    """
+
+    weight: Tensor | None
+    indices: Tensor
+    dim: int
     grad: Tensor
-    reach: float
-    indices: Tensor | None
     values: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    row_steps: Tensor | int
+    step_size: float
+    shrink: float
+    explored: Explored | None = None
 
 
 class Batch:
     """Weights whose selected and explored rows one call of the kernel steps.
 
     Args:
-        fused: ``None`` takes weights if the kernel can be had, ``True`` insists on it, ``False`` takes none.
+        fused: ``None`` takes weights if the kernel can be built, ``True`` requires it, ``False`` takes none.
     """
 
     def __init__(self, fused: bool | None) -> None:
         self._fused = fused
         self._weights: list[bytes] = []
 
-    def add(
-        self,
-        weight: Tensor | None,
-        indices: Tensor,
-        dim: int,
-        grad: Tensor,
-        values: Tensor | None,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        row_steps: Tensor | int,
-        step_size: float,
-        shrink: float,
-        *,
-        explored: Explored | None = None,
-    ) -> bool:
+    def add(self, item: Weight) -> bool:
         """Take a weight if its tensors are float32 on the CPU, all row-major or all column-major.
 
-        The arguments are those of :func:`grass.kernels.compact_adamw_`, ``values`` its ``rows``; with these ``weight``
-        may be ``None``. Rows that are ``explored`` move too (:mod:`grass.selection.exploration`); active ones only if
-        the values of a row are neighbours in memory. Tensors must live until :meth:`run`.
+        Explored rows that are a tensor of their own are taken only if the values of a row are neighbours in memory.
+        Tensors must live until :meth:`run`.
 
         Raises:
             RuntimeError: ``fused=True``, and there is no compiler or it fails.
         """
+        weight, indices, dim, grad, values, exp_avg, exp_avg_sq, row_steps, step_size, shrink, explored = item
         own = (None, None) if explored is None or values is None else (explored.grad, explored.values)
         tensors = [t for t in (weight, grad, values, exp_avg, exp_avg_sq, *own) if t is not None]
         transposed = _layout(tensors, self._fused)
@@ -119,13 +146,13 @@ class Batch:
 
 
 def _layout(tensors: list[Tensor], fused: bool | None) -> bool | None:
-    """As :func:`_transposed`; ``None`` also where the kernel is not wanted or cannot be had."""
+    """As :func:`_transposed`; ``None`` also if the kernel is not wanted or cannot be built."""
     transposed = None if fused is False else _transposed(tensors)
     return transposed if transposed is not None and (library() if fused else at_hand()) else None
 
 
 def _transposed(tensors: list[Tensor]) -> bool | None:
-    """Whether all are column-major, rather than all row-major; ``None`` where the kernel does not take them."""
+    """True if all are column-major, False if all are row-major; ``None`` if the kernel does not take them."""
     for t in tensors:
         if type(t) is not Tensor or t.dtype is not torch.float32 or not t.is_cpu:
             return None
@@ -150,7 +177,7 @@ def _address(t: Tensor | None) -> int:
 
 @functools.cache
 def at_hand() -> bool:
-    """Whether the kernel can be had; says once why not."""
+    """Whether the kernel can be built; logs once why not."""
     try:
         library()
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
@@ -196,7 +223,7 @@ def _cache_directory() -> Path:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Changes with the source, the flags, the compiler and the processor that ``-march=native`` stands for."""
+    """Differs for another source, other flags, another compiler, or another processor (``-march=native``)."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     flags = next((line for line in lines if line.startswith("flags")), "")

@@ -29,7 +29,7 @@ from torch import Tensor
 from grass.compact_mode.cycle import rademacher
 from grass.optimizer import GrassAdamW
 from grass.options import as_matrix, explored_count, is_projected, resolve_dim, resolve_rank
-from grass.selection.draws import selection_generator
+from grass.selection.draws import sketch_generator
 from grass.selection.exploration import draw_explored, reach
 from grass.selection.projector import Projector
 from grass.selection.rules import needs_norms
@@ -195,7 +195,7 @@ class Traveller:
         dim = resolve_dim(self.group["dim"], self.matrix)
         matrix = self.matrix.to(moment_dtype(self.matrix))
         matrix = matrix if dim == 0 else matrix.t()
-        generator = selection_generator(self.group["seed"], -matrix.shape[1], self.state.get("refreshes", 0))
+        generator = sketch_generator(self.group["seed"], matrix.shape[1], self.state.get("refreshes", 0))
         return matrix @ rademacher(matrix.shape[1], self.group["sketch_size"], generator).to(matrix)
 
     def decide(self, norms: Tensor) -> None:

@@ -23,8 +23,8 @@ from grass.memory.models import load_architecture
 from grass.memory.setting import MOMENTS, Setting
 from grass.memory.table import render
 from grass.memory.units import UNITS, parse_bytes
+from grass.options import POLICIES
 from grass.selection.rules import available_rules
-from grass.state.moments import POLICIES
 
 FLAGS = {
     "rank": "--rank",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grass.state.moments import HOST_KEYS
+from grass.state.schema import HOST_KEYS
 
 
 class StateBytes(NamedTuple):

@@ -1,1 +1,1 @@
-"""The processes, shards and threads that train one model together."""
+"""Processes, shards and threads."""

@@ -1,4 +1,4 @@
-"""Work that the next forward need not wait for: a thread and a CUDA stream of its own."""
+"""Work that runs during the next forward, in a thread and a CUDA stream of its own."""
 
 from __future__ import annotations
 
@@ -10,27 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-State = dict[str, Any]
-
 
 class Background:
-    """Changes to optimizer state that go on beside the next forward and backward, in the order in which they came.
+    """Runs changes to optimizer state during the next forward and backward, in the order in which they were started.
 
-    The moments bank uses it: an exchange waits for copies between device and host and gathers rows in host memory. The
-    thread keeps that off the one that launches kernels, the stream keeps the copies off the one that computes.
+    The moments bank uses it: an exchange waits for copies between device and host, and gathers rows in host memory. In
+    a thread of its own it does not delay kernel launches; in a stream of its own its copies do not delay computation.
 
     Attributes:
-        device_types: where it is used; on other devices, whose memory is the host's, work is done at once.
+        device_types: devices for which work runs in the thread; for others it is done at once.
     """
 
     def __init__(self) -> None:
         self.device_types = {"cuda"}
         self._thread: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._pending: list[tuple[State, torch.device, Future[torch.cuda.Event | None]]] = []
+        self._pending: list[tuple[dict[str, Any], torch.device, Future[torch.cuda.Event | None]]] = []
 
-    def run(self, work: Callable[[], None], state: State, device: torch.device) -> None:
-        """Start ``work``, which replaces tensors of ``state``; none may be touched before :meth:`finish`."""
+    def run(self, work: Callable[[], None], state: dict[str, Any], device: torch.device) -> None:
+        """Start ``work``, which replaces tensors of ``state``; do not touch these before :meth:`finish`."""
         if device.type not in self.device_types:
             work()
             return
@@ -40,10 +38,10 @@ class Background:
         self._pending.append((state, device, self._thread.submit(self._work, work, device, before)))
 
     def finish(self) -> None:
-        """Wait until all that was started is done, on the device only where the device alone is concerned.
+        """Wait until all started work is done. Work of the CUDA stream is only ordered before the current stream.
 
         Raises:
-            Exception: the first that work raised.
+            Exception: the first one that work raised.
         """
         pending, self._pending = self._pending, []
         for state, device, future in pending:

@@ -1,4 +1,4 @@
-"""The processes that train one model together: what they have to agree on, and how they do."""
+"""The processes that train one model together, and what they must agree on."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def checksum(rows: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group, ``None`` where a process trains alone and all of this does nothing."""
+    """A process group. ``None`` means a single process: the methods then do nothing."""
 
     group: dist.ProcessGroup | None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
-        """The given group; without one, all processes there are."""
+        """The given group; without one, all processes."""
         if not dist.is_available() or not dist.is_initialized():
             return cls(None)
         group = group or dist.group.WORLD
@@ -43,7 +43,7 @@ class Ranks:
             tensor.copy_(part.view_as(tensor))
 
     def gather(self, own: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Every rank's flat tensor; they are of one dtype and of these ``sizes``, which all ranks know."""
+        """The flat tensors of all ranks, which have one dtype; every rank knows their ``sizes``."""
         assert self.group is not None
         world, every = self.group.size(), own.new_empty(sum(sizes))
         dist.all_to_all_single(every, own.repeat(world), sizes, [own.numel()] * world, group=self.group)
@@ -58,7 +58,7 @@ class Ranks:
         return bool(value)
 
     def verify_selection(self, chosen: list[Tensor]) -> None:
-        """Compare a checksum of the rows chosen in this step, 8 bytes per rank.
+        """Check that all ranks have selected the same rows in this step, by a checksum of 8 bytes.
 
         Raises:
             RuntimeError: on every rank, naming those whose rows differ from the majority's.
@@ -79,7 +79,7 @@ class Ranks:
             )
 
     def verify_settings(self, own: Mapping[str, Any]) -> None:
-        """Compare what every rank must have alike: plain values by name.
+        """Check that all ranks have the same plain values, given by name.
 
         Raises:
             ValueError: on every rank, naming the first value that differs and the ranks that have each.

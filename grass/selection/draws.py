@@ -1,4 +1,4 @@
-"""Random numbers that depend on nothing but their key: the same on every rank and in a resumed run."""
+"""Random numbers that depend only on their key: the same on every rank and in a resumed run, with no state to save."""
 
 from __future__ import annotations
 
@@ -8,11 +8,24 @@ import torch
 
 
 def selection_generator(seed: int, parameter: int, refresh: int) -> torch.Generator:
-    """A fresh CPU generator for one draw: the same on every rank and after every resume, with no state to save."""
+    """A fresh CPU generator for the rows that one refresh of a parameter selects."""
     return draw_generator(seed, parameter, refresh)
 
 
+def exploration_generator(seed: int, parameter: int, step: int) -> torch.Generator:
+    """A fresh CPU generator for the rows that a parameter explores in one step."""
+    return draw_generator(seed, parameter, "explore", step)
+
+
+def sketch_generator(seed: int, width: int, refresh: int) -> torch.Generator:
+    """A fresh CPU generator for the signs of a sketch; weights of one width share them.
+
+    The width takes the place of the parameter, negative so that the key is never that of a selection.
+    """
+    return draw_generator(seed, -width, refresh)
+
+
 def draw_generator(*key: int | str) -> torch.Generator:
-    """A CPU generator that depends on nothing but its key."""
+    """A fresh CPU generator for a key."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))

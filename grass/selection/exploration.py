@@ -25,7 +25,7 @@ from torch import Tensor
 
 from grass.kernels import row_norms
 from grass.parallel.shards import summed
-from grass.selection.draws import draw_generator
+from grass.selection.draws import exploration_generator
 
 
 def resolve_explore(explore: int | float | None, rank: int, size: int) -> int:
@@ -45,10 +45,10 @@ def resolve_explore(explore: int | float | None, rank: int, size: int) -> int:
 def reach(size: int, rank: int, count: int) -> float:
     """``sqrt((n - r) / q)``, the inverse root of the share of steps in which a row is explored; 1 if all others move.
 
-    It has two uses. An explored row moves so many times as far as a selected one: moves in random directions then add
-    up to the same distance as moves in every step. And its gradient is multiplied by it: the squared norm of selected
-    and explored rows then has the whole gradient's as its expectation, so a clipping threshold keeps its meaning. The
-    length of the move is set, so the second use does not change it.
+    It has two uses. First, an explored row moves that many times as far as a selected one: moves in random directions
+    then add up to the same distance as moves in every step. Second, its gradient is multiplied by it: the squared norm
+    of selected and explored rows then has the whole gradient's as its expectation, so a clipping threshold keeps its
+    meaning. The length of the move is set separately, so the second use does not change it.
     """
     return math.sqrt((size - rank) / count)
 
@@ -67,7 +67,7 @@ def draw_explored(selected: Tensor, size: int, count: int, seed: int, parameter:
     Returns:
         int64 ``(count,)``, ascending, on the device of ``selected``.
     """
-    generator = draw_generator(seed, parameter, "explore", step)
+    generator = exploration_generator(seed, parameter, step)
     keys = torch.rand(size, generator=generator, dtype=torch.float32).to(selected.device)
     return keys.index_fill_(0, selected, -1.0).topk(count).indices.sort().values
 
@@ -75,7 +75,7 @@ def draw_explored(selected: Tensor, size: int, count: int, seed: int, parameter:
 def explored_directions(
     direction: Tensor, grad: Tensor, explored_grad: Tensor, dim: int, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Which way explored rows move, ``U``, and the factors that make them as long as the selected rows' mean.
+    """The directions ``U`` of explored rows, and the factors that give them the selected rows' mean length.
 
     Args:
         direction: ``D (r, n)`` of the selected rows, or ``(m, r)``.
@@ -100,5 +100,5 @@ def _norms(matrix: Tensor, dim: int) -> Tensor:
 
 
 def _quotients(norms: Tensor, by: Tensor) -> Tensor:
-    """0 where it would be divided by nothing."""
+    """``norms / by``, and 0 where ``by`` is 0."""
     return torch.where(by > 0, norms / by, 0.0)

@@ -1,7 +1,7 @@
 r"""Which rows to train: the seven selection rules of Grass and a registry for more.
 
-Of a gradient with row norms ``norms[i] = ||G_i||`` a rule picks ``rank`` rows ``sigma`` and their scales ``rho``, the
-two halves of the projection ``P^T = rho B`` (Muhamed et al., 2024, section 3.2):
+Given a gradient's row norms ``norms[i] = ||G_i||``, a rule picks ``rank`` rows ``sigma`` and their scales ``rho``, the
+two parts of the projection ``P^T = rho B`` (Muhamed et al., 2024, section 3.2):
 
 ========================  =============================================  ===========================================
 rule                      rows                                           scale ``rho_j``
@@ -13,8 +13,8 @@ rule                      rows                                           scale `
 ``uniform``               drawn with ``q_i = 1 / m``                     1 without
 ========================  =============================================  ===========================================
 
-Selection is a pure function of the norms, the rank and a generator; it runs on the CPU in float64, so that every
-process that holds the same norms picks the same rows whatever its device. Where the mathematics leaves a choice:
+Selection is a pure function of the norms, the rank and a generator. It runs on the CPU in float64, so processes with
+the same norms pick the same rows on any device. Special cases:
 
 - equal norms: ``top_r`` prefers the lower index;
 - a norm that is NaN or infinite counts as zero, so it is never preferred to a finite one;
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Further below any log-probability or Gumbel variate of a float64 than those can reach: rows of weight zero come last.
+# Below any sum of a log-probability and a Gumbel variate in float64: rows of weight zero come last.
 _LAST = -1.0e6
 
 

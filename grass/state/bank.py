@@ -1,28 +1,29 @@
 """The moments bank: moments and step counts of the rows that are not selected, in host memory.
 
-At a refresh, rows that leave the selection put theirs in, rows that enter it take theirs out. Either every process
-holds the bank of a whole weight ``(m, n)``, or each of several holds its share of it: the ranks of data-parallel
-training have the same moments of the selected rows, so that a share takes what leaves without communication, and what
-enters comes from the rank that holds it (:mod:`grass.state.bank_exchange`).
+At a refresh, the moments of rows that leave the selection go into the bank, and those of rows that enter it come out.
+Either every process holds the bank of a whole weight ``(m, n)``, or each rank holds a share of it. The ranks of
+data-parallel training have the same moments of the selected rows. So a share takes what leaves without communication;
+what enters comes from the rank that holds it (:mod:`grass.state.bank_exchange`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from grass.parallel.ranks import Ranks
 from grass.selection.projector import Projector
-from grass.state.moments import HOST_KEYS, Moments, State, held, keep, put, source_rows
+from grass.state.moments import Moments, held, keep, put, source_rows
+from grass.state.schema import BANKED_MOMENTS, HOST_KEYS, State
 
 
 @dataclass(frozen=True)
 class Share:
-    """The rows ``start <= row < stop`` of ``size``, which one of several ranks holds.
+    """The part of ``size`` rows that one of several ranks holds.
 
-    All ranks hold equally many in order, but for the last ones, as ``torch.chunk`` and ``Shard`` divide a tensor.
+    Ranks hold consecutive chunks of equal size; the last ones may hold fewer rows or none, as with ``torch.chunk``.
     """
 
     size: int
@@ -31,12 +32,12 @@ class Share:
 
     @classmethod
     def of(cls, size: int, ranks: Ranks) -> Share:
-        """This process's."""
+        """The share of this process."""
         return cls(size) if ranks.group is None else cls(size, ranks.group.rank(), ranks.group.size())
 
     @property
     def chunk(self) -> int:
-        """Rows of a rank that is not among the last."""
+        """Rows of each rank except the last ones."""
         return -(-self.size // self.ranks)
 
     @property
@@ -46,14 +47,14 @@ class Share:
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """How many rows this rank holds."""
         return min(self.chunk, self.size - self.start)
 
     def of_bank(self, bank: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor of the bank, given whole or as that part.
+        """This rank's part of a tensor of the bank, which is given whole or as this part already.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the tensor is neither.
         """
         if bank.shape[dim] == self.size:
             return bank.narrow(dim, self.start, self.rows)
@@ -70,12 +71,12 @@ class Share:
 
 
 def to_host(state: State) -> None:
-    """Bring a bank back: resuming, Lightning moves all of an optimizer's state to the device, after it was loaded."""
+    """Move the bank back to host memory: after loading, Lightning moves all optimizer state to the device."""
     for key in HOST_KEYS & state.keys():
         state[key] = state[key].cpu()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Swap:
     """A refresh of one weight ``(m, n)`` with its bank: :meth:`leave`, then :meth:`withdraw`, then :meth:`enter`.
 
@@ -84,10 +85,9 @@ class Swap:
         old: the selection so far; ``None`` at first.
         new: the selection from now on.
         weight: the weight.
-        dtype: of the bank, if there is none yet.
         share: this process's part of the bank.
-        opens: whether there was no bank, so that nothing but zeros can come from it, on any rank.
-        entering: where in the new selection the rows are that the old one has not, ordered by who holds them.
+        opens: whether the bank is new, so that only zeros can come from it, on any rank.
+        entering: places in the new selection whose rows the old one lacks, ordered by the rank that holds them.
         owners: the rank that holds each of these, on the CPU.
     """
 
@@ -95,37 +95,44 @@ class Swap:
     old: Projector | None
     new: Projector
     weight: Tensor
-    dtype: torch.dtype
     share: Share
-    opens: bool = field(init=False)
-    entering: Tensor = field(init=False)
-    owners: Tensor = field(init=False)
+    opens: bool
+    entering: Tensor
+    owners: Tensor
 
-    def __post_init__(self) -> None:
-        self.opens = "bank_steps" not in self.state
-        to_host(self.state)
-        if self.opens:
-            self._open()
-        elif (found := self.state["bank_steps"].numel()) != self.share.rows:
+    @classmethod
+    def begin(
+        cls, state: State, old: Projector | None, new: Projector, weight: Tensor, dtype: torch.dtype, share: Share
+    ) -> Swap:
+        """Find out what enters the selection; make a bank of this ``dtype`` if there is none.
+
+        Raises:
+            RuntimeError: the bank is not this share.
+        """
+        opens = "bank_steps" not in state
+        if opens:
+            _open_bank(state, weight, new.dim, dtype, share)
+        to_host(state)
+        if (found := state["bank_steps"].numel()) != share.rows:
             raise RuntimeError(
-                f"The moments bank has {found} rows here, but this rank's share of {self.share.size} among "
-                f"{self.share.ranks} ranks is {self.share.rows}: the ranks or shard_bank= have changed"
+                f"The moments bank has {found} rows here, but this rank's share of {share.size} among "
+                f"{share.ranks} ranks is {share.rows}: the ranks or shard_bank= have changed"
             )
-        entering = torch.ones_like(self.new.indices, dtype=torch.bool)
-        if self.old is not None:
-            entering = ~source_rows(self.old, self.new, self.share.size)[0]
+        entering = torch.ones_like(new.indices, dtype=torch.bool)
+        if old is not None:
+            entering = ~source_rows(old, new, share.size)[0]
         places = entering.nonzero().flatten()
-        self.owners, order = self.share.owner(self.new.indices[places]).sort(stable=True)
-        self.entering, self.owners = places[order], self.owners.cpu()
+        owners, order = share.owner(new.indices[places]).sort(stable=True)
+        return cls(state, old, new, weight, share, opens, places[order], owners.cpu())
 
     @property
     def row_bytes(self) -> int:
-        """What one row takes in the bank, its step count included."""
+        """The size of one row in the bank, with its step count."""
         width = self.weight.shape[1 - self.new.dim]
         return 2 * width * int(self.state["bank_exp_avg"].element_size()) + 4
 
     def leave(self) -> None:
-        """Put what leaves the selection into this process's share."""
+        """Put the moments of rows that leave the selection into this process's share."""
         if self.old is None:
             return
         staying, _ = source_rows(self.new, self.old, self.share.size)
@@ -133,37 +140,38 @@ class Swap:
         places = (here & ~staying).nonzero().flatten()
         moments = held(self.state, self.old, places)
         rows = self._rows_of_share(self.old.indices[places])
-        rows.scatter_(self.state["bank_exp_avg"], _to_host(moments.exp_avg))
-        rows.scatter_(self.state["bank_exp_avg_sq"], _to_host(moments.exp_avg_sq))
+        for key, values in zip(BANKED_MOMENTS, moments[:2], strict=True):
+            rows.scatter_(self.state[key], _to_host(values))
         self.state["bank_steps"][rows.indices] = moments.steps.cpu()
 
     def withdraw(self) -> Moments:
-        """What enters the selection from this process's share, in host memory."""
+        """Read the moments of rows that enter the selection from this process's share; in host memory."""
         here = (self.owners == self.share.rank).to(self.entering.device)
         rows = self._rows_of_share(self.new.indices[self.entering[here]])
-        exp_avg, exp_avg_sq = (rows.gather(self.state[key]) for key in ("bank_exp_avg", "bank_exp_avg_sq"))
+        exp_avg, exp_avg_sq = (rows.gather(self.state[key]) for key in BANKED_MOMENTS)
         return Moments(exp_avg, exp_avg_sq, self.state["bank_steps"][rows.indices])
 
     def enter(self, moments: Moments | None) -> None:
-        """Go over to the new selection, with what enters it from all shares; ``None`` is zeros."""
+        """Go over to the new selection, given the moments of rows that enter it; ``None`` means zeros."""
         keep(self.state, self.old, self.new, self.weight)
         if moments is not None:
             device = self.weight.device
             put(self.state, self.new, self.entering, Moments(*(_to_device(m, device) for m in moments)))
 
-    def _open(self) -> None:
-        pin, dim = self.weight.device.type == "cuda", self.new.dim
-        rows = self.weight.narrow(dim, self.share.start, self.share.rows)  # for its shape and strides
-        for key in ("bank_exp_avg", "bank_exp_avg_sq"):
-            self.state[key] = torch.zeros_like(rows, dtype=self.dtype, device="cpu", pin_memory=pin)
-        self.state["bank_steps"] = torch.zeros(self.share.rows, dtype=torch.float32, pin_memory=pin)
-
     def _rows_of_share(self, rows: Tensor) -> Projector:
         return Projector(rows.cpu() - self.share.start, None, self.new.dim)
 
 
+def _open_bank(state: State, weight: Tensor, dim: int, dtype: torch.dtype, share: Share) -> None:
+    pin = weight.device.type == "cuda"
+    rows = weight.narrow(dim, share.start, share.rows)  # for its shape and strides
+    for key in BANKED_MOMENTS:
+        state[key] = torch.zeros_like(rows, dtype=dtype, device="cpu", pin_memory=pin)
+    state["bank_steps"] = torch.zeros(share.rows, dtype=torch.float32, pin_memory=pin)
+
+
 def _to_host(rows: Tensor) -> Tensor:
-    """A copy in host memory, complete on return; pinned under CUDA, where the link is then used in full."""
+    """A copy in host memory, complete on return; pinned on CUDA, which makes the copy faster."""
     if rows.device.type != "cuda":
         return rows.cpu()
     host = torch.empty_like(rows, device="cpu", pin_memory=True).copy_(rows, non_blocking=True)

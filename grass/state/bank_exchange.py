@@ -1,21 +1,22 @@
-"""Swaps with the moments bank, at the time that suits the device and among the ranks that share it."""
+"""When swaps with the moments bank happen, and the exchange between ranks that share a bank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grass.batches import batches
 from grass.parallel.background import Background
 from grass.parallel.ranks import Ranks
+from grass.parallel.shards import is_sharded
 from grass.state.bank import Share, Swap
 from grass.state.moments import Moments
 
 BATCH = 64 * 2**20
-"""Bytes that come from other ranks at a time: enough to pay for the call, little beside a model's gradients."""
+"""Bytes to receive from other ranks at a time: enough to pay for the call, small beside a model's gradients."""
 
 Held = tuple[Swap, AbstractContextManager[Any]]
 
@@ -23,13 +24,13 @@ Held = tuple[Swap, AbstractContextManager[Any]]
 class BankExchange:
     """The swaps of one step of a parameter group.
 
-    A rank's own bank is swapped with in the ``background``, if there is one, else at once. A bank shared among ranks is
-    swapped with in :meth:`finish`, for all weights together: an exchange in another thread could get out of step with
-    the all-reduces of the next backward.
+    Swaps with a rank's own bank run in the ``background`` if there is one, otherwise at once. Swaps with a bank that
+    ranks share run in :meth:`finish`, for all weights together: in another thread, their communication could get out
+    of order with the all-reduces of the next backward.
 
     Args:
-        ranks: that share the bank; ``Ranks(None)`` where each has one of its own.
-        background: where swaps may go on beside the next forward.
+        ranks: the ranks that share the bank; ``Ranks(None)`` if each has its own.
+        background: runs swaps during the next forward.
     """
 
     def __init__(self, ranks: Ranks, background: Background | None = None) -> None:
@@ -38,7 +39,7 @@ class BankExchange:
 
     @classmethod
     def of(cls, group: dict[str, Any], ranks: Ranks, background: Background | None = None) -> BankExchange:
-        """That of a parameter group."""
+        """The exchange of a parameter group."""
         return cls(ranks if shares_bank(group) else Ranks(None), background)
 
     def share(self, size: int) -> Share:
@@ -46,7 +47,7 @@ class BankExchange:
         return Share.of(size, self.ranks)
 
     def swap(self, swap: Swap, moments: AbstractContextManager[Any]) -> None:
-        """Carry out a swap, now or later, with its state's moments in full precision within ``moments``."""
+        """Carry out a swap, now or later. Within the context ``moments`` the state has moments in full precision."""
 
         def work() -> None:
             with moments:
@@ -61,14 +62,14 @@ class BankExchange:
             self.background.run(work, swap.state, swap.weight.device)
 
     def finish(self) -> None:
-        """Carry out those that wait for the other ranks.
+        """Carry out the swaps that need other ranks.
 
         Raises:
-            RuntimeError: on every rank, if they have not selected the same rows.
+            RuntimeError: on every rank, if the ranks have not selected the same rows.
         """
         waiting, self._waiting = self._waiting, []
-        self.ranks.verify_selection([swap.new.indices for swap, _ in waiting])  # on which the sizes depend
-        for batch in _batches(waiting):
+        self.ranks.verify_selection([swap.new.indices for swap, _ in waiting])  # sizes depend on them
+        for batch in batches(waiting, lambda item: item[0].row_bytes * item[0].entering.numel(), BATCH):
             with ExitStack() as stack:
                 for swap, moments in batch:
                     stack.enter_context(moments)
@@ -78,7 +79,7 @@ class BankExchange:
                     swap.enter(entering)
 
     def _brought(self, swaps: list[Swap]) -> list[Moments]:
-        """What enters each selection, from whichever ranks hold it, in one exchange."""
+        """The moments of rows that enter each selection, from the ranks that hold them, in one exchange."""
         counts = [torch.bincount(swap.owners, minlength=swap.share.ranks).tolist() for swap in swaps]
         sizes = [
             [count * swap.row_bytes for count, swap in zip(of_rank, swaps, strict=True)]
@@ -95,27 +96,12 @@ class BankExchange:
 
 
 def shares_bank(group: dict[str, Any]) -> bool:
-    """Whether the ranks divide the bank of a group among them. That of a sharded weight is sharded as the weight is."""
-    return bool(group["shard_bank"]) and not any(hasattr(p, "to_local") for p in group["params"])
-
-
-def _batches(waiting: list[Held]) -> Iterator[list[Held]]:
-    """Split into parts of at most :data:`BATCH` bytes, or one weight."""
-    batch: list[Held] = []
-    size = 0
-    for item in waiting:
-        more = item[0].row_bytes * item[0].entering.numel()
-        if batch and size + more > BATCH:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += more
-    if batch:
-        yield batch
+    """Whether the ranks share the banks of a group. The bank of a sharded weight is sharded as the weight is."""
+    return bool(group["shard_bank"]) and not any(is_sharded(p) for p in group["params"])
 
 
 def _packed(moments: Moments, dim: int) -> list[Tensor]:
-    """As bytes: first moments row by row, then second ones, then step counts."""
+    """Moments as bytes: first moments row by row, then second moments, then step counts."""
     rows = [moments.exp_avg.movedim(dim, 0), moments.exp_avg_sq.movedim(dim, 0), moments.steps]
     return [part.flatten().view(torch.uint8) for part in rows]
 

@@ -1,4 +1,4 @@
-r"""Moments in less than float32, and the rounding that keeps small changes alive.
+r"""Moments in less than float32, and the stochastic rounding that preserves small changes.
 
 ===========  ====================================================  ===============================
 precision    a moment matrix in ``state``                          bytes per value
@@ -8,17 +8,17 @@ bfloat16     ``exp_avg``                                           2
 8bit         ``exp_avg`` (codes), ``exp_avg_scale`` (per block)    1 and 4/256
 ===========  ====================================================  ===============================
 
-A second moment decays by a thousandth a step, less than half the spacing of bfloat16 or of any 8-bit code: rounded to
-the nearest it would never move. So what is stored is rounded up or down by chance, right in expectation, with bits from
-a counter (:mod:`grass.kernels.random_bits`) keyed by seed, parameter and step: a resumed run draws the same.
+A second moment decays by a thousandth per step, less than half the spacing of bfloat16 or of any 8-bit code: rounding
+to nearest would never change it. So moments are rounded stochastically, which is right in expectation. The random bits
+depend on seed, parameter, step and place (:mod:`grass.kernels.random_bits`), so a resumed run draws the same.
 
 8-bit codes are those of :mod:`grass.kernels.moment_codes`. The second moment is stored as its square root, which
-doubles the decades that codes span.
+doubles the range in decades.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,22 +26,29 @@ import torch
 from torch import Tensor
 
 from grass.kernels import make_key, random_bits, round_stochastically
-from grass.kernels.moment_codes import decode_moment, encode_moment, in_memory_order, laid_out_as
+from grass.kernels.layout import in_memory_order, laid_out_as
+from grass.kernels.moment_codes import decode_moment, encode_moment
+from grass.kernels.random_bits import Stream
+from grass.options import Options
+from grass.state.schema import State
 
-State = dict[str, Any]
-PRECISIONS = ("float32", "bfloat16", "8bit")
-_STREAMS = {"exp_avg": 1, "exp_avg_sq": 2}
+_STREAMS = {"exp_avg": Stream.EXP_AVG, "exp_avg_sq": Stream.EXP_AVG_SQ}
 
 
-def rounding_key(group: dict[str, Any], index: int, step: int) -> int:
-    """The key of one parameter's rounding in one step."""
-    key: int = make_key(group["seed"], index, step)
+def rounding_key(group: Options | Mapping[str, Any], index: int, step: int) -> int:
+    """RNG key for stochastic rounding of one parameter in one step."""
+    key: int = make_key(Options.of(group).seed, index, step)
     return key
+
+
+def refresh_key(options: Options, index: int, steps: int) -> int:
+    """RNG key for rounding what a refresh after ``steps`` steps stores; never that of a step, which is positive."""
+    return rounding_key(options, index, -1 - steps)
 
 
 @contextmanager
 def full_moments(state: State, precision: str, key: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both moments in full precision, to change in place or replace in ``state``; stored in ``precision`` after."""
+    """Within the context ``state`` has moments in full precision; on exit they are stored in ``precision``."""
     if precision != "float32":
         for name in _STREAMS:
             if name in state:
@@ -53,16 +60,16 @@ def full_moments(state: State, precision: str, key: int) -> Iterator[tuple[Tenso
 
 
 def shrink_(weight: Tensor, factor: float, key: int | None) -> None:
-    """``weight *= factor``, rounded stochastically where the weight is in half precision and there is a ``key``."""
+    """``weight *= factor``; with a ``key``, a half-precision weight is rounded stochastically."""
     if key is None or weight.dtype not in (torch.bfloat16, torch.float16):
         weight.mul_(factor)
         return
-    bits = random_bits(torch.arange(weight.numel(), device=weight.device).view(weight.shape), key, stream=3)
+    bits = random_bits(torch.arange(weight.numel(), device=weight.device).view(weight.shape), key, Stream.DECAY)
     weight.copy_(round_stochastically(weight.float().mul_(factor), weight.dtype, bits))
 
 
 def read_moments(state: State) -> tuple[Tensor, Tensor]:
-    """Both moments in full precision, as they are stored."""
+    """Both moments in full precision; ``state`` stays as it is."""
     stored = dict(state)
     exp_avg, exp_avg_sq = (_expanded(stored, name) for name in _STREAMS)
     return exp_avg, exp_avg_sq
@@ -72,7 +79,7 @@ _NONE = torch.empty(0)
 
 
 def _expanded(state: State, name: str) -> Tensor:
-    """A moment in float32; drops its scales."""
+    """A moment in float32; its scales are taken out of ``state``."""
     stored: Tensor = state[name]
     scale = state.pop(f"{name}_scale", None)
     if scale is None:
@@ -81,10 +88,10 @@ def _expanded(state: State, name: str) -> Tensor:
     return values if name == "exp_avg" else values.square_()
 
 
-def _store(state: State, name: str, precision: str, key: int, stream: int) -> None:
-    """Round a moment to ``precision``, in place of its value in ``state``."""
+def _store(state: State, name: str, precision: str, key: int, stream: Stream) -> None:
+    """Replace a moment in ``state`` by itself rounded to ``precision``."""
     full: Tensor = state[name]
-    if full.dtype != torch.float32:  # of float64 weights: left as it is
+    if full.dtype != torch.float32:  # moments of float64 weights stay float64
         return
     bits = random_bits(torch.arange(full.numel(), device=full.device), key, stream)
     if precision == "bfloat16":

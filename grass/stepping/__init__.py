@@ -1,4 +1,4 @@
-"""How :class:`grass.GrassAdamW` steps the parameters of one group, each in one of three ways.
+"""How :class:`grass.GrassAdamW` steps the parameters of one group: in one of three ways.
 
 =============  ==================================================================
 ``plain``      at full rank, as torch's AdamW does
@@ -6,7 +6,7 @@
 ``active``     by rows that are parameters themselves (compact mode)
 =============  ==================================================================
 
-The last two end in the same arithmetic on chosen rows, :mod:`grass.stepping.rows`.
+The last two end in the same arithmetic on selected rows, :mod:`grass.stepping.backends`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
-from grass.options import is_projected
 from grass.stepping.compact import step_active
 from grass.stepping.dense import step_projected
 from grass.stepping.group import GroupStep, Member, is_half
@@ -30,15 +29,15 @@ def step_group(
 
     Args:
         step: what they share.
-        members: the parameters.
+        members: the parameters with their gradients and states.
         layers: converted layers by the ``id`` of their active rows.
-        given_norms: by what to choose rows of a parameter, where not by its gradient; taken out.
+        given_norms: norms that replace those of a parameter's gradient in a selection; used ones are removed.
     """
     active = [m for m in members if id(m.parameter) in layers]
     dense = [m for m in members if id(m.parameter) not in layers] if active else members
-    projected = [m for m in dense if is_projected(m.parameter, step.group)]
-    plain = [m for m in dense if not is_projected(m.parameter, step.group)]
-    rounds = step.group["stochastic_rounding"]
+    projected = [m for m in dense if step.options.projects(m.parameter)]
+    plain = [m for m in dense if not step.options.projects(m.parameter)]
+    rounds = step.options.stochastic_rounding
     step_projected(step, projected, given_norms)
     for member in plain:
         if rounds and is_half(member.parameter.dtype):

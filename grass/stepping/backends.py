@@ -1,15 +1,17 @@
-"""The arithmetic on chosen rows, by the best of three implementations.
+"""The arithmetic on selected rows, by the best of three implementations; :func:`step_rows` decides which.
 
-==============================  ===================================================================================
-:mod:`grass.kernels`            in one pass by Triton on CUDA; weights and moments of narrow precision, anywhere
+==============================  ================================================================================
+:mod:`grass.kernels`            one pass by Triton on CUDA; weights and moments of narrow precision on any device
 :mod:`grass.cpu.kernel`         float32 on the CPU, in one pass: all weights of a group in one call of compiled C++
-:mod:`grass.stepping.operators`    everything else, by torch's operators
-==============================  ===================================================================================
+:mod:`grass.stepping.operators`  everything else, by torch's operators
+==============================  ================================================================================
 
-The second also moves the explored rows, weight by weight; elsewhere :mod:`grass.stepping.explored` does, at the end.
+The second also moves explored rows, weight by weight; elsewhere :mod:`grass.stepping.explored` does, at the end.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -23,27 +25,17 @@ from grass.stepping.operators import step_by_operators
 from grass.stepping.rows import Rows
 
 
-def step_rows(step: GroupStep, every: list[Rows]) -> None:
-    """Step rows, whose counts include this step, and write them into their weights; then the explored ones."""
-    batch, rest, exploring = cpu_kernel.Batch(step.group["fused"]), [], []
+def step_rows(step: GroupStep, every: Iterable[Rows]) -> None:
+    """Step rows, whose counts include this step, and write them into their weights; then move explored rows."""
+    batch, rest, exploring = cpu_kernel.Batch(step.options.fused), [], []
     triton: dict[str, bool] = {}
     for rows in every:
-        numbers, state = _numbers(step, rows), rows.state
-        at_once = rows.explored is not None and type(rows.explored.grad) is Tensor  # all of it is here
+        numbers = _numbers(step, rows)
+        explores_here = rows.explored is not None and type(rows.explored.grad) is Tensor  # not sharded
         if _takes_kernel(step, rows, triton):
             _step_by_kernel(step, rows, numbers)
-        elif rows.scale is None and batch.add(
-            rows.weight,
-            rows.indices,
-            rows.dim,
-            rows.grad,
-            rows.values,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            *numbers,
-            explored=rows.explored if at_once else None,
-        ):
-            if at_once:
+        elif rows.scale is None and batch.add(_cpu_weight(rows, numbers, explores_here)):
+            if explores_here:
                 continue
         else:
             rest.append((rows, numbers))
@@ -57,17 +49,17 @@ def step_rows(step: GroupStep, every: list[Rows]) -> None:
 
 def _numbers(step: GroupStep, rows: Rows) -> Numbers:
     numbers = step.numbers(rows.state)
-    if rows.values is None and step.group["decay"] == "all":  # done, with the rest of the weight
+    if rows.in_weight and step.options.decay == "all":  # the whole weight has been decayed already
         return numbers._replace(shrink=1.0)
     return numbers
 
 
 def _takes_kernel(step: GroupStep, rows: Rows, triton: dict[str, bool]) -> bool:
     """Whether rows go through :func:`grass.kernels.compact_adamw_`; ``triton`` remembers which devices do."""
-    values, group = rows.stepped(), step.group
+    values, options = rows.stepped(), step.options
     if rows.scale is not None or type(values) is not Tensor:
         return False
-    if group["moment_dtype"] != "float32" or (group["stochastic_rounding"] and is_half(values.dtype)):
+    if options.moment_dtype != "float32" or (options.stochastic_rounding and is_half(values.dtype)):
         return True
     device = values.device.type
     if device not in triton:
@@ -75,23 +67,30 @@ def _takes_kernel(step: GroupStep, rows: Rows, triton: dict[str, bool]) -> bool:
     return triton[device] and bool(runs_triton("compact_adamw_", values, rows.grad))
 
 
+def _cpu_weight(rows: Rows, numbers: Numbers, explores: bool) -> cpu_kernel.Weight:
+    state, explored = rows.state, rows.explored if explores else None
+    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    row_steps, step_size, shrink = numbers
+    return cpu_kernel.Weight(  # by position, which is faster
+        rows.weight, rows.indices, rows.dim, rows.grad, rows.values, exp_avg, exp_avg_sq, row_steps, step_size, shrink,
+        explored,
+    )  # fmt: skip
+
+
 def _step_by_kernel(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
     """Step by the kernel for the precision of the moments, which it rounds and stores itself."""
-    weight, indices, values, state = rows.weight, rows.indices, rows.values, rows.state
-    if weight is None:  # the values themselves are stepped, each where it is
-        assert values is not None
-        weight, values, indices = values, None, torch.arange(indices.numel(), device=indices.device)
+    place, state = rows.place(), rows.state
     coded = "exp_avg_scale" in state
     names = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale") if coded else ("exp_avg", "exp_avg_sq")
     kernel = kernels.compact_adamw_8bit_ if coded else kernels.compact_adamw_
     kernel(
-        weight,
-        indices,
+        place.weight,
+        place.indices,
         rows.grad,
         *(state[name] for name in names),
         dim=rows.dim,
-        rows=values,
-        gather_grad=rows.values is None,
+        rows=place.rows,
+        gather_grad=rows.in_weight,
         key=step.value_key(rows.index, state),
         moment_key=step.key(rows.index, state) if coded or state["exp_avg"].dtype == torch.bfloat16 else None,
         **numbers._asdict(),

@@ -6,21 +6,21 @@ from grass.compact_mode.cycle import Trained, adopt, advance
 from grass.compact_mode.layer import CompactLayer
 from grass.parallel.shards import local
 from grass.state.bank_exchange import BankExchange
+from grass.state.policies import Policy, policy_of
 from grass.state.precision import shrink_
-from grass.state.refresh import Carry, carry_moments
 from grass.stepping.backends import step_rows
 from grass.stepping.group import GroupStep, Member, count
-from grass.stepping.rows import Explored, Rows
+from grass.stepping.rows import CompactExplored, CompactRows
 
 Active = tuple[Member, CompactLayer]
-"""Active rows in a step, and the converted layer that they belong to."""
+"""Active rows in a step, with their converted layer."""
 
 
 def step_active(step: GroupStep, every: list[Active]) -> None:
-    """Update active rows, write them back, choose new ones where that is due."""
+    """Update active rows, write them back, and select new ones if that is due."""
     begun = _begin(step, every)
     count([member.state for member, _ in begun])
-    if step.group["decay"] == "all":
+    if step.options.decay == "all":
         for member, layer in begun:
             shrink, key = step.numbers(member.state).shrink, step.value_key(member.position, member.state)
             layer.decay_(shrink, key)
@@ -33,11 +33,11 @@ def step_active(step: GroupStep, every: list[Active]) -> None:
 
 
 def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
-    """Make the state in the first step, which a fresh optimizer building its state leaves at that."""
+    """Create state on the first step; skip the update if this is the checkpointer's state-building step."""
     fresh = [item for item in every if not item[0].state]
     exchange = BankExchange.of(step.group, step.ranks)
     for member, layer in fresh:
-        adopt(layer, member.state, carry_moments(member.state, layer.matrix(), step.group, member.position, exchange))
+        adopt(layer, member.state, policy_of(member.state, layer.matrix(), step.options, member.position, exchange))
     if fresh and not step.lr:
         moves = any(bool(member.grad.any()) for member, _ in fresh)
         if not step.ranks.any(moves, local(fresh[0][0].grad).device):
@@ -45,23 +45,23 @@ def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
     return every
 
 
-def _rows(member: Member, layer: CompactLayer) -> Rows:
+def _rows(member: Member, layer: CompactLayer) -> CompactRows:
     p, grad, state, index = member
-    weight = layer.matrix() if layer.scale() is None else None  # codes: the layer writes the rows back itself
+    weight = layer.matrix() if layer.scale() is None else None  # an int8 layer writes the rows back itself
     own, values = local(grad), local(p.detach())
     explored = None
     if layer.reach:
-        explored = Explored(layer.explored_part(grad), layer.reach, layer.explored, layer.explored_part(values))
+        explored = CompactExplored(layer.explored_part(grad), layer.reach, layer.explored, layer.explored_part(values))
     selected = layer.selected_part(own), layer.selected_part(values)
-    return Rows(weight, layer.selected, None, layer.dim, *selected, state, index, explored)
+    return CompactRows(weight, layer.selected, layer.dim, *selected, state, index, explored)
 
 
 def _advance(step: GroupStep, every: list[Trained]) -> None:
     """Select new rows if that is due, and prepare all layers for the next forward."""
     exchange = BankExchange.of(step.group, step.ranks, step.background)
 
-    def carry_of(item: Trained) -> Carry:
-        return carry_moments(item.state, item.layer.matrix(), step.group, item.position, exchange)
+    def policy(item: Trained) -> Policy:
+        return policy_of(item.state, item.layer.matrix(), step.options, item.position, exchange)
 
-    step.chosen.extend(advance(every, step.group, step.ranks, carry_of))
+    step.chosen.extend(advance(every, step.options, step.ranks, policy))
     exchange.finish()

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grass.options import Options
 from grass.parallel.background import Background
 from grass.parallel.ranks import Ranks
-from grass.state.moments import State, shared_steps
 from grass.state.precision import rounding_key
+from grass.state.schema import State, shared_steps
 from grass.stepping.scratch import ScratchPool
 
 
@@ -20,7 +21,7 @@ class Member(NamedTuple):
 
     Attributes:
         parameter: as the group holds it.
-        grad: its gradient, placed over the ranks as it is.
+        grad: its gradient, sharded as the parameter is.
         state: its state, empty before its first step.
         position: its place among all groups.
     """
@@ -32,12 +33,12 @@ class Member(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What a step multiplies the rows of one weight by, as :func:`grass.kernels.compact_adamw_` takes it.
+    """The numbers of a step of one weight, as :func:`grass.kernels.compact_adamw_` takes them.
 
     Attributes:
-        row_steps: Adam steps of the rows, this one included: a number where they share it, else float ``(r,)``.
-        step_size: ``lr scale``, eased in after a refresh.
-        shrink: ``1 - lr weight_decay``, likewise.
+        row_steps: Adam steps of the rows, this one included: a number if they share it, else float ``(r,)``.
+        step_size: ``lr scale``; ``lr`` with the warm-up after a refresh.
+        shrink: ``1 - lr weight_decay``, with the same ``lr``.
     """
 
     row_steps: Tensor | int
@@ -50,16 +51,18 @@ class GroupStep:
     """One step of one parameter group.
 
     Attributes:
-        group: the group.
+        group: the group, as torch holds it.
+        options: its hyperparameters.
         scratch: temporary memory.
-        background: where exchanges with a bank go on.
-        ranks: that train the model together.
-        chosen: gets the rows of every weight that has chosen rows in this step.
+        background: runs exchanges with a bank.
+        ranks: the ranks that train the model together.
+        chosen: gets the rows of every weight that selects rows in this step.
         lr: the learning rate as a number.
         adam: ``betas``, ``eps`` and ``maximize``.
     """
 
     group: dict[str, Any]
+    options: Options
     scratch: ScratchPool
     background: Background
     ranks: Ranks
@@ -68,28 +71,29 @@ class GroupStep:
     adam: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lr = float(self.group["lr"])
-        self.adam = {key: self.group[key] for key in ("betas", "eps", "maximize")}
+        options = self.options
+        self.lr = float(options.lr)
+        self.adam = {"betas": options.betas, "eps": options.eps, "maximize": options.maximize}
 
     def numbers(self, state: State) -> Numbers:
         """The numbers for one weight, whose counts include this step."""
-        group, lr, row_steps = self.group, self.lr, state.get("row_steps")
-        if group["warmup_after_refresh"] and state["refreshes"] > 1:
-            lr *= min(1.0, shared_steps(state) / group["warmup_after_refresh"])
+        options, lr, row_steps = self.options, self.lr, state.get("row_steps")
+        if options.warmup_after_refresh and state["refreshes"] > 1:
+            lr *= min(1.0, shared_steps(state) / options.warmup_after_refresh)
         ages = shared_steps(state) if row_steps is None else row_steps
-        return Numbers(ages, lr * group["scale"], 1 - lr * group["weight_decay"])
+        return Numbers(ages, lr * options.scale, 1 - lr * options.weight_decay)
 
     def key(self, index: int, state: State) -> int:
-        """Of what is rounded stochastically in this step of a parameter."""
-        return rounding_key(self.group, index, int(state["step"]))
+        """RNG key for stochastic rounding of a parameter at this step."""
+        return rounding_key(self.options, index, int(state["step"]))
 
     def value_key(self, index: int, state: State) -> int | None:
-        """Of a weight's rounding; ``None`` rounds it to the nearest."""
-        return self.key(index, state) if self.group["stochastic_rounding"] else None
+        """RNG key for rounding a weight's values; ``None`` rounds to nearest."""
+        return self.key(index, state) if self.options.stochastic_rounding else None
 
 
 def count(states: list[State]) -> None:
-    """Count one step of chosen rows."""
+    """Count one step in the states of selected rows."""
     for state in states:
         state["step"] += 1
     ages = [state["row_steps"] for state in states if "row_steps" in state]
@@ -98,5 +102,5 @@ def count(states: list[State]) -> None:
 
 
 def is_half(dtype: torch.dtype) -> bool:
-    """Whether values of this type are rounded stochastically if the group says so."""
+    """Whether ``stochastic_rounding`` applies to values of this type."""
     return dtype in (torch.bfloat16, torch.float16)

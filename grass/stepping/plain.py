@@ -1,4 +1,4 @@
-"""Parameters at full rank: AdamW by torch's own implementation, or with stochastic rounding."""
+"""Parameters at full rank: torch's own AdamW, or AdamW with stochastic rounding."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def step_plain(step: GroupStep, members: list[Member]) -> None:
         [local(m.state["exp_avg"]) for m in members],
         [local(m.state["exp_avg_sq"]) for m in members],
         [m.state["step"] for m in members],
-        step.group["lr"],
-        step.group["weight_decay"],
+        step.options.lr,
+        step.options.weight_decay,
     )
 
 
 def step_rounded(step: GroupStep, member: Member) -> None:
-    """Step a half-precision parameter, its moments in its precision, all rounded stochastically."""
+    """Step a half-precision parameter with moments of its dtype, all rounded stochastically."""
     _begin(step, member)
     p, grad, state, index = member
     state["step"] += 1
@@ -42,7 +42,7 @@ def step_rounded(step: GroupStep, member: Member) -> None:
     parts = [local(t.detach()) for t in (p, grad, state["exp_avg"], state["exp_avg_sq"])]
     weight, *rest = (as_matrix(t) if t.ndim > 1 else t.reshape(1, -1) for t in parts)
     every = torch.arange(weight.shape[0], device=weight.device)
-    numbers = {"step_size": step.lr, "shrink": 1 - step.lr * step.group["weight_decay"]}
+    numbers = {"step_size": step.lr, "shrink": 1 - step.lr * step.options.weight_decay}
     compact_adamw_(weight, every, *rest, age, **numbers, **step.adam, key=key, moment_key=key)
     for part, stepped in ((parts[0], weight), (parts[2], rest[1]), (parts[3], rest[2])):
         if part.data_ptr() != stepped.data_ptr():  # a copy: channels_last
@@ -59,9 +59,10 @@ def torch_adamw(
     lr: float | Tensor,
     weight_decay: float,
 ) -> None:
-    """AdamW by torch's fused implementation where it is right (CPU, CUDA), else by another; counts ``steps``."""
+    """AdamW by torch: fused where that is supported and correct, otherwise unfused; increments ``steps``."""
     columns = params, grads, exp_avgs, exp_avg_sqs, steps
-    allowed = step.group["fused"] is not False and not step.group["foreach"]
+    options = step.options
+    allowed = options.fused is not False and not options.foreach
     flags = [allowed and _takes_fused(*row) for row in zip(*columns[:4], strict=True)]
     for fused in set(flags):
         parts = [[t for t, flag in zip(column, flags, strict=True) if flag == fused] for column in columns]
@@ -73,19 +74,19 @@ def torch_adamw(
             [],
             parts[4],
             fused=fused or None,
-            foreach=None if fused else step.group["foreach"],
+            foreach=None if fused else options.foreach,
             amsgrad=False,
-            beta1=step.group["betas"][0],
-            beta2=step.group["betas"][1],
+            beta1=options.betas[0],
+            beta2=options.betas[1],
             lr=lr if fused else float(lr),
             weight_decay=weight_decay,
-            eps=step.group["eps"],
-            maximize=step.group["maximize"],
+            eps=options.eps,
+            maximize=options.maximize,
         )
 
 
 def step_device(p: Tensor, group: dict[str, Any]) -> torch.device | str:
-    """Where torch's AdamW, or the step with stochastic rounding, wants the step count of a plain parameter."""
+    """The device on which the step count of a plain parameter has to be."""
     return p.device if _has_fused_adamw(p) and not (group["stochastic_rounding"] and is_half(p.dtype)) else "cpu"
 
 

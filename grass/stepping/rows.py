@@ -1,65 +1,241 @@
-"""Selected and explored rows of one weight in a step, whether parts of it or active rows."""
+"""The rows of one weight in a step, of two kinds: part of the weight (dense mode), or a tensor of their own (compact).
+
+Backends treat both alike through :class:`Rows`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from grass.cpu.kernel import Explored
+from grass.functional import put_back_, rows_to_step
+from grass.parallel.shards import local
 from grass.selection.projector import Projector
-from grass.state.moments import State
+from grass.state.schema import State
 
 
-@dataclass(slots=True)
-class Explored:
-    """Rows of a weight that move without state (:mod:`grass.selection.exploration`).
+class Place(NamedTuple):
+    """Where kernels find the values to step, as :func:`grass.kernels.compact_adamw_` takes it.
 
     Attributes:
-        grad: of the whole weight ``(m, n)``, sharded over the ranks as it is; with ``values`` that of the explored
-            rows, ``(q, n)`` or ``(m, q)``.
-        reach: how many times as far as the selected rows they move.
-        indices: int64 ``(q,)``; ``None``: all rows that are not selected.
-        values: the rows as a tensor of their own; ``None`` means the weight's.
+        weight: the matrix ``(m, n)``.
+        indices: int64, which of its rows.
+        rows: the values of these rows if they are a tensor of their own, which is copied into ``weight``.
     """
 
-    grad: Tensor
-    reach: float
-    indices: Tensor | None = None
-    values: Tensor | None = None
+    weight: Tensor
+    indices: Tensor
+    rows: Tensor | None
 
 
-@dataclass(slots=True)
-class Rows:
+class Rows(Protocol):
     """Selected rows of one weight in a step, and those explored with them.
 
     Attributes:
-        weight: the matrix ``(m, n)`` that they are written into; ``None`` where that is not to be done here.
-        indices: int64 ``(r,)``, which they are.
-        scale: ``(r,)``, ``rho``; ``None`` means ones.
-        dim: 0 for rows, 1 for columns.
-        grad: of the whole weight ``(m, n)``; with ``values`` the compact one, ``(r, n)`` or ``(m, r)``.
-        values: the rows as a tensor of their own; ``None`` means the weight's.
-        state: with their moments.
-        index: of the parameter among all groups.
-        explored: other rows that move; ``None``: they stay.
+        in_weight: whether the rows are part of the weight, and ``grad`` is the gradient of all of it.
     """
 
-    weight: Tensor | None
+    in_weight: ClassVar[bool]
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The matrix ``(m, n)`` that they are part of or written into; ``None`` if the layer writes it."""
+
+    @property
+    def indices(self) -> Tensor:
+        """int64 ``(r,)``."""
+
+    @property
+    def scale(self) -> Tensor | None:
+        """``(r,)``, ``rho``; ``None`` means ones."""
+
+    @property
+    def dim(self) -> int:
+        """0 for rows, 1 for columns."""
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient of the weight ``(m, n)`` if the rows are ``in_weight``, otherwise the rows' own, ``(r, n)``."""
+
+    @property
+    def values(self) -> Tensor | None:
+        """The rows ``(r, n)`` if they are a tensor of their own."""
+
+    @property
+    def state(self) -> State:
+        """The state with their moments."""
+
+    @property
+    def index(self) -> int:
+        """The place of the parameter among all groups."""
+
+    @property
+    def explored(self) -> Explored | None:
+        """Other rows that move; ``None``: they stay."""
+
+    def stepped(self) -> Tensor:
+        """The tensor whose values are stepped."""
+
+    def place(self) -> Place:
+        """Where kernels find the selected rows."""
+
+    def gather_grad(self, out: Tensor) -> Tensor:
+        """The rows' gradient in the dtype of ``out``, which may be used for it."""
+
+    def gather(self, out: Tensor) -> Tensor:
+        """The rows' values in the dtype of ``out``, which may be used for them."""
+
+    def put(self, stepped: Tensor, shrink: float) -> None:
+        """Write back what :meth:`gather` returned, after the step."""
+
+    def explored_place(self) -> Place:
+        """Where kernels find the explored rows."""
+
+    def explored_grad(self) -> Tensor:
+        """This rank's part of the gradient that holds theirs."""
+
+    @property
+    def rounds_always(self) -> bool:
+        """Whether the weight is narrower than the rows: explored rows would lose their moves by rounding to nearest."""
+
+
+@dataclass(slots=True)
+class DenseExplored:
+    """Explored rows that are part of the weight; attributes as in :class:`grass.cpu.kernel.Explored`."""
+
+    values: ClassVar[None] = None
+    grad: Tensor
+    reach: float
+    indices: Tensor | None
+
+
+@dataclass(slots=True)
+class DenseRows:
+    """Rows that are part of their weight; attributes as in :class:`Rows`."""
+
+    in_weight: ClassVar[bool] = True
+    values: ClassVar[None] = None
+    rounds_always: ClassVar[bool] = False
+    weight: Tensor
     indices: Tensor
     scale: Tensor | None
     dim: int
     grad: Tensor
-    values: Tensor | None
     state: State
     index: int
-    explored: Explored | None = None
-
-    def projector(self) -> Projector:
-        """The projector onto them."""
-        return Projector(self.indices, self.scale, self.dim)
+    explored: DenseExplored | None
 
     def stepped(self) -> Tensor:
-        """The tensor whose values are stepped."""
-        values = self.weight if self.values is None else self.values
-        assert values is not None
-        return values
+        """The weight."""
+        return self.weight
+
+    def place(self) -> Place:
+        """The selected rows of the weight."""
+        return Place(self.weight, self.indices, None)
+
+    def gather_grad(self, out: Tensor) -> Tensor:
+        """Into ``out``, scaled."""
+        projector = self._projector()
+        return projector.rescale(projector.gather(self.grad, out=out))
+
+    def gather(self, out: Tensor) -> Tensor:
+        """Into ``out``; zeros if the rows are scaled (:func:`grass.functional.rows_to_step`)."""
+        return rows_to_step(self.weight, self._projector(), out)
+
+    def put(self, stepped: Tensor, shrink: float) -> None:
+        """Write into the weight; changes of scaled rows add up."""
+        put_back_(self.weight, self._projector(), stepped, shrink)
+
+    def explored_place(self) -> Place:
+        """The explored rows of the weight, by default all that are not selected."""
+        assert self.explored is not None
+        indices = self.explored.indices
+        if indices is None:
+            indices = _unselected(self.indices, self.weight.shape[self.dim])
+        return Place(self.weight, indices, None)
+
+    def explored_grad(self) -> Tensor:
+        """The gradient of the weight."""
+        return self.grad
+
+    def _projector(self) -> Projector:
+        return Projector(self.indices, self.scale, self.dim)
+
+
+@dataclass(slots=True)
+class CompactExplored:
+    """Explored rows that are a tensor of their own; attributes as in :class:`grass.cpu.kernel.Explored`."""
+
+    grad: Tensor
+    reach: float
+    indices: Tensor
+    values: Tensor
+
+
+@dataclass(slots=True)
+class CompactRows:
+    """Rows that are a tensor of their own, ``values``; attributes as in :class:`Rows`."""
+
+    in_weight: ClassVar[bool] = False
+    scale: ClassVar[None] = None
+    weight: Tensor | None
+    indices: Tensor
+    dim: int
+    grad: Tensor
+    values: Tensor
+    state: State
+    index: int
+    explored: CompactExplored | None
+
+    def stepped(self) -> Tensor:
+        """The rows."""
+        return self.values
+
+    def place(self) -> Place:
+        """The rows and where they go; without a weight only the rows."""
+        return self._place(self.indices, self.values)
+
+    def gather_grad(self, out: Tensor) -> Tensor:
+        """The gradient itself, cast."""
+        return self.grad.to(out.dtype)
+
+    def gather(self, out: Tensor) -> Tensor:
+        """The rows themselves, cast."""
+        return self.values.to(out.dtype)
+
+    def put(self, stepped: Tensor, shrink: float) -> None:
+        """Write into the rows, and these into the weight."""
+        if stepped is not self.values:
+            self.values.copy_(stepped)
+        if self.weight is not None:
+            Projector(self.indices, None, self.dim).scatter_(self.weight, self.values)
+
+    def explored_place(self) -> Place:
+        """The explored rows and where they go; without a weight only the rows."""
+        assert self.explored is not None
+        return self._place(self.explored.indices, self.explored.values)
+
+    def explored_grad(self) -> Tensor:
+        """The gradient of the explored rows."""
+        assert self.explored is not None
+        return local(self.explored.grad)
+
+    @property
+    def rounds_always(self) -> bool:
+        """Whether the weight is narrower than the rows."""
+        return self.weight is not None and self.weight.dtype.itemsize < self.values.dtype.itemsize
+
+    def _place(self, indices: Tensor, values: Tensor) -> Place:
+        if self.weight is not None:
+            return Place(self.weight, indices, values)
+        return Place(values, torch.arange(values.shape[self.dim], device=values.device), None)
+
+
+def _unselected(indices: Tensor, size: int) -> Tensor:
+    """All rows except those of ``indices``, ascending; without reading how many there are from the device."""
+    others = torch.ones(size, dtype=torch.uint8, device=indices.device).index_fill_(0, indices, 0)
+    return others.sort(descending=True, stable=True).indices[: size - indices.numel()]

@@ -1,4 +1,4 @@
-"""One step of an optimizer over all its groups, taken at once or parameter by parameter."""
+"""One step of an optimizer over all its groups: all parameters at once, or one by one in backward."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from typing import Any
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
+from grass.options import Options
 from grass.parallel.background import Background
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import aligned_grad
-from grass.state.moments import State
+from grass.state.schema import State
 from grass.stepping import GroupStep, Member, step_group
 from grass.stepping.scratch import ScratchPool
 
 
 @dataclass
 class WholeStep:
-    """A step between its first and its last parameter. Both ways to step share it, so their results are equal.
+    """A step from its first to its last parameter. Both ways to step use it, so their results are equal.
 
     Attributes:
         states: the optimizer's state.
         layers: converted layers by the ``id`` of their active rows.
-        ranks: that train the model together.
-        background: where exchanges with a bank go on.
+        ranks: the ranks that train the model together.
+        background: runs exchanges with a bank.
         given_norms: row norms that replace those of the gradient in a refresh.
         scratch: temporary memory.
-        chosen: the rows of every weight that has chosen rows in this step.
+        chosen: the rows of every weight that has selected rows in this step.
         stepped: the ``id`` of every parameter that has been stepped.
+        options: the hyperparameters of each group by its ``id``.
     """
 
     states: dict[Tensor, State]
@@ -40,10 +42,13 @@ class WholeStep:
     scratch: ScratchPool = field(default_factory=ScratchPool)
     chosen: list[Tensor] = field(default_factory=list)
     stepped: set[int] = field(default_factory=set)
+    options: dict[int, Options] = field(default_factory=dict)
 
     def advance(self, group: dict[str, Any], parameters: Iterable[tuple[int, Tensor]]) -> None:
-        """Step those of a group's ``(position, parameter)`` that have a gradient."""
+        """Step those parameters of a group that have a gradient; each is given with its position."""
         members = [Member(p, aligned_grad(p), self.states[p], i) for i, p in parameters if p.grad is not None]
-        step = GroupStep(group, self.scratch, self.background, self.ranks, self.chosen)
+        if id(group) not in self.options:
+            self.options[id(group)] = Options.of(group)
+        step = GroupStep(group, self.options[id(group)], self.scratch, self.background, self.ranks, self.chosen)
         step_group(step, members, self.layers, self.given_norms)
         self.stepped.update(id(member.parameter) for member in members)

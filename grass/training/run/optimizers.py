@@ -13,35 +13,22 @@ from torch.optim import Adafactor, AdamW, Optimizer
 
 from grass import GrassAdamW, compact, param_groups
 from grass.coverage import silent
-from grass.options import validate
+from grass.options import DEFAULTS, Options, validate
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 """Device types on which torch has a fused AdamW."""
 
 
-GRASS_OPTIONS = (
-    "update_interval",
-    "scale",
-    "selection",
-    "replacement",
-    "state_policy",
-    "warmup_after_refresh",
-    "seed",
-    "decay",
-    "explore",
-    "bank_dtype",
-    "shard_bank",
-    "moment_dtype",
-    "stochastic_rounding",
-    "refresh",
-    "sketch_size",
-)
-"""Fields of :class:`OptimizerConfig` that are keyword arguments of :class:`grass.GrassAdamW` as they are."""
+GRASS = Options()
+"""The defaults of :class:`grass.GrassAdamW`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """An optimizer and its hyperparameters.
+
+    Fields that are not listed here are those of :class:`grass.options.Options`, for ``name="grass"`` only. Defaults are
+    Grass's, except for ``weight_decay`` and ``rank``.
 
     Attributes:
         name: one of :data:`OPTIMIZERS`.
@@ -49,52 +36,38 @@ class OptimizerConfig:
         weight_decay: decoupled weight decay.
         betas: decay rates of the moments.
         eps: added to the denominator.
-        rank: of the projected weights, a number or a fraction of the dimension (grass, galore, apollo, fira).
-        update_interval: steps between changes of the projection (likewise); ``None`` is 200.
+        rank: of projected weights, a number or a fraction of the dimension (grass, galore, apollo, fira).
+        update_interval: steps between changes of the projection (likewise); ``None`` is Grass's default.
         scale: multiplies the update of projected weights (likewise); ``None`` is the method's published value: 0.25 for
             galore, 1 for the others.
-        selection: of the rows (this and the rest: grass only, see :class:`grass.GrassAdamW`).
-        replacement: draw rows with replacement.
-        dim: select rows (0), columns (1) or along the smaller dimension (``"auto"``).
-        state_policy: what becomes of the moments at a refresh.
-        warmup_after_refresh: steps of learning-rate warm-up after each refresh.
-        seed: of the row selection.
-        decay: what ``weight_decay`` decays, ``"selected"`` rows or ``"all"``.
-        explore: rows that move without state in each step; ``None``: all others in dense mode, as many as ``rank`` in
-            compact mode.
-        bank_dtype: precision of the bank.
-        shard_bank: whether the processes of DDP divide it.
-        refresh: how compact mode learns the norms, ``"sketch"`` or ``"exact"``.
-        sketch_size: columns of the sketch.
-        moment_dtype: precision of the moments of projected weights.
-        stochastic_rounding: of updates to half-precision weights.
-        compact: convert the model to compact mode, so that full gradients are never formed; ``dim="auto"`` is 1 there.
-        active_dtype: precision of compact mode's active rows; ``None`` is the weights', float32 above int8.
-        weights: ``"int8"`` holds compact mode's frozen weights in 8 bits.
+        dim: select rows (0), columns (1) or along the smaller dimension (``"auto"``, which is 1 in compact mode).
+        compact: convert the model to compact mode, so that full gradients are never formed.
+        active_dtype: precision of compact mode's active rows; ``None`` is the weights' precision, float32 for int8.
+        weights: ``"int8"`` stores compact mode's frozen weights in 8 bits.
     """
 
     name: str = "grass"
-    lr: float = 1e-3
+    lr: float = float(GRASS.lr)
     weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[float, float] = GRASS.betas
+    eps: float = GRASS.eps
     rank: int | float = 0.25
     update_interval: int | None = None
     scale: float | None = None
-    selection: str = "uniform"
-    replacement: bool = False
-    dim: int | str = 1
-    state_policy: str = "keep"
-    warmup_after_refresh: int = 0
-    seed: int = 0
-    decay: str = "selected"
-    explore: int | float | None = None
-    bank_dtype: str = "float32"
-    shard_bank: bool = False
-    refresh: str = "sketch"
-    sketch_size: int = 32
-    moment_dtype: str = "float32"
-    stochastic_rounding: bool = False
+    selection: str = GRASS.selection
+    replacement: bool = GRASS.replacement
+    dim: int | str = GRASS.dim
+    state_policy: str = GRASS.state_policy
+    warmup_after_refresh: int = GRASS.warmup_after_refresh
+    seed: int = GRASS.seed
+    decay: str = GRASS.decay
+    explore: int | float | None = GRASS.explore
+    bank_dtype: str = GRASS.bank_dtype
+    shard_bank: bool = GRASS.shard_bank
+    refresh: str = GRASS.refresh
+    sketch_size: int = GRASS.sketch_size
+    moment_dtype: str = GRASS.moment_dtype
+    stochastic_rounding: bool = GRASS.stochastic_rounding
     compact: bool = False
     active_dtype: str | None = None
     weights: str | None = None
@@ -115,9 +88,9 @@ class OptimizerConfig:
 
     @property
     def resumable(self) -> bool:
-        """Whether the optimizer's state is tensors and plain scalars, as a checkpoint requires.
+        """Whether the optimizer's state holds only tensors and plain scalars, as a checkpoint requires.
 
-        The peers keep pickled ``Projector`` objects in theirs, which ``torch.load(weights_only=True)`` rightly refuses.
+        The peers' states hold pickled ``Projector`` objects, which ``torch.load(weights_only=True)`` refuses.
         """
         return self.name in ("adamw", "grass")
 
@@ -128,19 +101,20 @@ class OptimizerConfig:
 
     @property
     def grass(self) -> dict[str, Any]:
-        """The arguments of :class:`grass.GrassAdamW` beyond these, but for ``rank`` and ``dim``."""
-        options: dict[str, Any] = {name: getattr(self, name) for name in GRASS_OPTIONS}
+        """The other arguments of :class:`grass.GrassAdamW`, without ``rank`` and ``dim``."""
+        names = [name for name in DEFAULTS if hasattr(self, name) and name not in {*self.common, "rank", "dim"}]
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
         unset = {name for name in ("scale", "update_interval") if getattr(self, name) is None}
         return {name: value for name, value in options.items() if name not in unset}
 
     @property
     def peer_interval(self) -> int:
         """``update_interval`` of a low-rank peer."""
-        return 200 if self.update_interval is None else self.update_interval
+        return GRASS.update_interval if self.update_interval is None else self.update_interval
 
     @property
     def grass_dim(self) -> int | str:
-        """``dim``, which compact mode cannot choose weight by weight."""
+        """``dim``; ``"auto"`` is 1 in compact mode, which has one ``dim`` for all weights."""
         return 1 if self.compact and self.dim == "auto" else self.dim
 
 
@@ -161,7 +135,7 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 def convert(module: nn.Module, number: int = 0, *, config: OptimizerConfig) -> None:
-    """Convert a model, or its ``number``-th decoder layer, to compact mode; what is converted stays as it is."""
+    """Convert a model, or its ``number``-th decoder layer, to compact mode; converted layers stay as they are."""
     compact(
         module,
         rank=config.rank,
