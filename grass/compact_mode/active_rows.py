@@ -24,6 +24,7 @@ class ActiveRows(nn.Module):
     chosen: Tensor
     rank: int
     reach: float
+    gradient_scale: float
     dim: int
     first_draw: tuple[int, int]
     label: str = ""

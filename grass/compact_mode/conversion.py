@@ -16,7 +16,7 @@ from grass.compact_mode.layer import CompactLayer, CompactLinear
 from grass.compact_mode.left_alone import left_alone
 from grass.compact_mode.registry import LAYERS, watch_optimizers
 from grass.options import check_value, resolve_rank
-from grass.selection.exploration import reach, resolve_explore
+from grass.selection.exploration import gradient_scale, reach, resolve_explore
 from grass.targets import Targets, matched_modules, report_coverage
 
 logger = logging.getLogger("grass")
@@ -213,7 +213,8 @@ def _convert(
     layer.__class__ = _compact_class(layer, weights)
     matrix = layer.matrix().transpose(0, dim).contiguous().transpose(0, dim)
     layer.label, layer.rank, layer.dim, layer.first_draw = name, rank, dim, first_draw
-    layer.reach = reach(matrix.shape[dim], rank, explored) if explored else 0.0
+    sizes = matrix.shape[dim], rank, explored
+    layer.reach, layer.gradient_scale = (reach(*sizes), gradient_scale(*sizes)) if explored else (0.0, 1.0)
     layer.sketch, layer.signs = None, None
     layer.register_buffer(
         "chosen", torch.empty(rank + explored, dtype=torch.int64, device=matrix.device), persistent=False
@@ -233,6 +234,7 @@ CONVERSION_ATTRIBUTES = (
     "label",
     "rank",
     "reach",
+    "gradient_scale",
     "owner",
     "_synced",
     "_sharded",

@@ -28,12 +28,12 @@ class CompactLinearFunction(torch.autograd.Function):
         chosen: Tensor,
         dim: int,
         rank: int,
-        reach: float,
+        gradient_scale: float,
         sketch: Tensor | None,
         signs: Tensor | None,
     ) -> Tensor:
         """Multiply by the weight; save what backward needs."""
-        ctx.dim, ctx.active_dtype, ctx.rank, ctx.reach = dim, active.dtype, rank, reach
+        ctx.dim, ctx.active_dtype, ctx.rank, ctx.gradient_scale = dim, active.dtype, rank, gradient_scale
         narrow = dim == 1 and sketch is None
         saved = select_columns(x, chosen) if narrow else x
         ctx.narrow, ctx.sketching = narrow, sketch is not None
@@ -53,8 +53,8 @@ class CompactLinearFunction(torch.autograd.Function):
         else:
             rows = inner_product(x, g) if ctx.narrow else picked_product(x, chosen, g)
         rows = rows.to(ctx.active_dtype)
-        if ctx.reach:
-            rows[ctx.rank :].mul_(ctx.reach)
+        if ctx.gradient_scale != 1.0:
+            rows[ctx.rank :].mul_(ctx.gradient_scale)
         grad_sketch = None
         if ctx.sketching:
             grad_sketch = sketch_product(g, x, signs) if ctx.dim == 0 else sketch_product(x, g, signs)

@@ -47,7 +47,9 @@ class CompactLayer(SavedRows):
         active: values of the selected and the explored rows, in this order; trainable, possibly in higher precision.
         chosen: int64 ``(r + q,)``, their indices, both parts ascending. A buffer that ``state_dict`` leaves out.
         rank: ``r``, the number of selected rows.
-        reach: ``sqrt((n - r) / q)`` (:func:`grass.selection.exploration.reach`), 0 if no rows are explored.
+        reach: how many times as far as the selected rows the explored rows move
+            (:func:`grass.selection.exploration.reach`); 0 if no rows are explored.
+        gradient_scale: multiplies the gradient of the explored rows.
         dim: 0 for rows (output features), 1 for columns (input features).
         first_draw: seed and place that the first rows are drawn with.
         norms: gradient norms that the rows were selected by, if any were computed.
@@ -95,7 +97,7 @@ class CompactLayer(SavedRows):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if scale is None else weight
-        rows = self.active, self.chosen, self.dim, self.rank, self.reach
+        rows = self.active, self.chosen, self.dim, self.rank, self.gradient_scale
         y: Tensor = CompactLinearFunction.apply(x, weight, scale, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
         return y
 

@@ -30,7 +30,7 @@ from grass.compact_mode.cycle import rademacher
 from grass.optimizer import GrassAdamW
 from grass.options import as_matrix, explored_count, is_projected, resolve_dim, resolve_rank
 from grass.selection.draws import sketch_generator
-from grass.selection.exploration import draw_explored, reach
+from grass.selection.exploration import draw_explored, gradient_scale
 from grass.selection.projector import Projector
 from grass.selection.rules import needs_norms
 from grass.state.moments import moment_dtype
@@ -221,7 +221,7 @@ class Traveller:
         values = values.view(shape)
         if self.explored:
             rank = count - self.explored
-            values.narrow(dim, rank, self.explored).mul_(reach(matrix.shape[dim], rank, self.explored))
+            values.narrow(dim, rank, self.explored).mul_(gradient_scale(matrix.shape[dim], rank, self.explored))
         self.rows.scatter_(matrix, values)
         if matrix.data_ptr() != self.grad.data_ptr():  # a copy: channels_last
             self.grad.copy_(matrix.view(self.grad.shape))

@@ -7,10 +7,10 @@ others are drawn at random. With ``D`` the AdamW direction of the selected rows 
     U_i   = phi * G_i                                      of an explored row i
     W_i  <- W_i - lr scale reach U_i / |U_i| mean_k |D_k|
 
-An explored row moves ``reach = sqrt((n - r) / q)`` times as far as the selected rows do on average, because it rests in
-other steps. With ``q = n - r`` every row moves and ``reach`` is 1. No state is kept. Scaling the rest of the gradient
-like its low-rank part is Fira's idea (Chen et al., 2024, arXiv 2410.01623, section 4); setting each row's length, and
-drawing the rows, are ours. ``docs/quality.md`` has the measurements.
+An explored row moves ``reach = min((n - r) / q, 3)`` times as far as the selected rows do on average, because it rests
+in other steps. With ``q = n - r`` every row moves and ``reach`` is 1. No state is kept. Scaling the rest of the
+gradient like its low-rank part is Fira's idea (Chen et al., 2024, arXiv 2410.01623, section 4); setting each row's
+length, and drawing the rows, are ours. ``docs/quality.md`` has the measurements.
 
 The draw follows from seed, parameter and step: ranks agree on it without communication, and a resumed run repeats it.
 """
@@ -26,6 +26,9 @@ from torch import Tensor
 from grass.kernels import row_norms
 from grass.parallel.shards import summed
 from grass.selection.draws import exploration_generator
+
+FARTHEST = 3.0
+"""The largest :func:`reach`."""
 
 
 def resolve_explore(explore: int | float | None, rank: int, size: int) -> int:
@@ -43,12 +46,19 @@ def resolve_explore(explore: int | float | None, rank: int, size: int) -> int:
 
 
 def reach(size: int, rank: int, count: int) -> float:
-    """``sqrt((n - r) / q)``, the inverse root of the share of steps in which a row is explored; 1 if all others move.
+    """How many times as far as the selected rows an explored row moves: ``min((n - r) / q, 3)``.
 
-    It has two uses. First, an explored row moves that many times as far as a selected one: moves in random directions
-    then add up to the same distance as moves in every step. Second, its gradient is multiplied by it: the squared norm
-    of selected and explored rows then has the whole gradient's as its expectation, so a clipping threshold keeps its
-    meaning. The length of the move is set separately, so the second use does not change it.
+    A row is explored in ``q / (n - r)`` of the steps, so over many steps it moves as far as if it moved in each. The
+    noise of one move grows with its length, which is why the length is limited (``docs/quality.md``).
+    """
+    return min((size - rank) / count, FARTHEST)
+
+
+def gradient_scale(size: int, rank: int, count: int) -> float:
+    """``sqrt((n - r) / q)``, by which the gradient of explored rows is multiplied for gradient clipping.
+
+    The squared norm of selected and explored rows then has the whole gradient's as its expectation. The length of the
+    move is set, so the factor does not change it.
     """
     return math.sqrt((size - rank) / count)
 
