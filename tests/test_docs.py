@@ -1,6 +1,7 @@
 """The pages' Python runs as written, the reference is complete, the diagrams are drawn by their script."""
 
 import contextlib
+import importlib
 import os
 import re
 import subprocess
@@ -45,6 +46,17 @@ def test_code_runs_on_two_processes(page, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *DOCS.glob("*.md")], ids=lambda path: path.stem)
+def test_names_exist(page):
+    for name in set(re.findall(r"`(grass\.[\w.]+)\b", page.read_text())):
+        parts = name.split(".")
+        found = grass
+        for depth, part in enumerate(parts[1:], start=2):
+            if not hasattr(found, part):
+                importlib.import_module(".".join(parts[:depth]))
+            found = getattr(found, part)
 
 
 def test_every_page_begins_with_a_summary():
