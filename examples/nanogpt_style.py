@@ -1,4 +1,4 @@
-"""A small GPT-2 on the bytes of Python's standard library, in a plain loop. Two lines are for Grass. Needs extra ``hf``.
+"""A small GPT-2 on the bytes of Python's standard library in a plain loop. Two lines are for Grass. Needs extra ``hf``.
 
 python examples/nanogpt_style.py --iters 300    # a second run with more --iters resumes from the checkpoint
 """
