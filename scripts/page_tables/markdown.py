@@ -23,9 +23,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def label(name: str) -> str:
     """A row's name as shown: ``grass dense dim=0`` is "Grass dense `dim=0`"."""
-    first, space, rest = name.partition(" ")
-    rest = re.sub(r"[\w.]+=[\w./-]+", r"`\g<0>`", rest)
-    return f"{NAMES.get(first, first)}{space}{rest}"
+    name = re.sub(r"(?<=\s)[\w.]+=[\w./-]+", r"`\g<0>`", name)
+    return re.sub(r"^\w+", lambda match: NAMES.get(match[0], match[0]), name)
 
 
 def number(text: str, spec: str) -> str:
