@@ -28,5 +28,6 @@ def int8_quality() -> str:
     rows = read("int8_quality.csv")
     seeds, storages = (list(dict.fromkeys(row[name] for row in rows)) for name in ("seed", "weights"))
     losses = {(row["weights"], row["seed"]): f"{float(row['eval_loss']):.3f}" for row in rows if row["dim"] == "1"}
-    header = ["frozen weights", *(f"seed {seed}" for seed in seeds)]
+    explored = f"rank {rows[0]['rank']}, as many explored" if "rank" in rows[0] else "rank 0.25, nothing explored"
+    header = [f"frozen weights ({explored}, {rows[0]['steps']} steps)", *(f"seed {seed}" for seed in seeds)]
     return table(header, ([storage, *(losses[storage, seed] for seed in seeds)] for storage in storages))
