@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from page_tables.markdown import table
-from page_tables.source import read
+from page_tables.source import Row, read
 
 
 def precision() -> str:
     """What rounding costs."""
-    header = ["", "held-out loss", "unmoved", "state"]
+    header = [explored(read("precision.csv")[0]), "held-out loss", "unmoved", "state"]
     return table(
         header,
         (
@@ -28,6 +28,11 @@ def int8_quality() -> str:
     rows = read("int8_quality.csv")
     seeds, storages = (list(dict.fromkeys(row[name] for row in rows)) for name in ("seed", "weights"))
     losses = {(row["weights"], row["seed"]): f"{float(row['eval_loss']):.3f}" for row in rows if row["dim"] == "1"}
-    explored = f"rank {rows[0]['rank']}, as many explored" if "rank" in rows[0] else "rank 0.25, nothing explored"
-    header = [f"frozen weights ({explored}, {rows[0]['steps']} steps)", *(f"seed {seed}" for seed in seeds)]
+    options = f"rank {float(rows[0]['rank']):g}, {explored(rows[0])}, {rows[0]['steps']} steps"
+    header = [f"frozen weights ({options})", *(f"seed {seed}" for seed in seeds)]
     return table(header, ([storage, *(losses[storage, seed] for seed in seeds)] for storage in storages))
+
+
+def explored(row: Row) -> str:
+    """What a run explored: the scripts explore as many columns as have state; rows that differ have a column for it."""
+    return f"explore={row['explore']}" if "explore" in row else "as many columns explored"
