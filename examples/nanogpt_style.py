@@ -1,6 +1,6 @@
-"""A small GPT-2 on the bytes of Python's standard library, in a plain loop; two lines are Grass's. Needs extra ``hf``.
+"""A small GPT-2 on the bytes of Python's standard library in a plain loop. Two lines are for Grass. Needs extra ``hf``.
 
-python examples/nanogpt_style.py --iters 300    # again with more --iters: goes on from its checkpoint
+python examples/nanogpt_style.py --iters 300    # a second run with more --iters resumes from the checkpoint
 """
 
 import argparse
@@ -34,7 +34,7 @@ torch.manual_seed(1337)
 sizes = {"vocab_size": 256, "n_positions": context + 1, "n_embd": 128, "n_layer": 4, "n_head": 4}
 plain = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
 model = GPT2LMHeadModel(GPT2Config(**sizes, **plain)).to(device)
-grass.compact(model, rank=0.25)  # the first: a quarter of each matrix trains at a time
+grass.compact(model, rank=0.25)  # the first: a quarter of the columns has optimizer state
 optimizer = grass.GrassAdamW(model)  # the second
 saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True) if os.path.exists(args.checkpoint) else {}
 if saved:

@@ -1,7 +1,10 @@
 """The pages' Python runs as written, the reference is complete, the diagrams are drawn by their script."""
 
 import contextlib
+import importlib
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +16,8 @@ import grass
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = ["index", "from-adamw", "from-galore", "choosing", "memory", "finetuning"]
+SCRIPTS = ["distributed"]
+"""Pages whose code is one script for torchrun."""
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -25,6 +30,41 @@ def test_code_runs(page, monkeypatch, tmp_path):
     with forgotten_rules():
         for block in blocks:
             exec(compile(block, str(path), "exec"), names)
+
+
+def test_every_page_with_code_is_run():
+    with_code = {path.stem for path in DOCS.glob("*.md") if "```python" in path.read_text()}
+    assert with_code == {*PAGES, *SCRIPTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", SCRIPTS)
+def test_code_runs_on_two_processes(page, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), flags=re.DOTALL)
+    script = tmp_path / "page.py"
+    script.write_text("\n".join([*blocks, "dist.destroy_process_group()"]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *DOCS.glob("*.md")], ids=lambda path: path.stem)
+def test_names_exist(page):
+    for name in set(re.findall(r"`(grass\.[\w.]+)\b", page.read_text())):
+        parts = name.split(".")
+        found = grass
+        for depth, part in enumerate(parts[1:], start=2):
+            if not hasattr(found, part):
+                importlib.import_module(".".join(parts[:depth]))
+            found = getattr(found, part)
+
+
+def test_every_page_begins_with_a_summary():
+    for path in {*DOCS.rglob("*.md")} - {DOCS / "reference" / "changelog.md"}:
+        title, summary = path.read_text().split("\n\n")[:2]
+        assert title.startswith("# ")
+        assert not summary.startswith(("#", "|", "```", "-", "<!--", "!")), path.name
 
 
 @contextlib.contextmanager
@@ -48,9 +88,10 @@ def test_commands_name_scripts_and_flags_that_exist():
     commands = re.findall(r"python (scripts/\w+\.py)(.*?)(?:\n\n|```)", (DOCS / "finetuning.md").read_text(), re.DOTALL)
     assert {script for script, _ in commands} == {"scripts/finetune.py", "scripts/report.py"}
     for script, flags in commands:
-        source = (ROOT / script).read_text() + (ROOT / "grass/training/run/flags.py").read_text()
+        names = runpy.run_path(str(ROOT / script))
+        known = names["argument_parser"]()._option_string_actions if "argument_parser" in names else None
         for flag in re.findall(r"--[\w-]+", flags):
-            assert f'"{flag}"' in source, flag
+            assert flag in known if known else f'"{flag}"' in (ROOT / script).read_text(), flag
 
 
 def test_diagrams_are_those_of_the_script(tmp_path):

@@ -1,34 +1,44 @@
-"""The loss tables have the figures of the CSV."""
+"""The loss tables of the study."""
 
-from __future__ import annotations
-
-import importlib.util
+import runpy
+import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import pytest
+
+runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "figures.py"))
+source, study = sys.modules["page_tables.source"], sys.modules["page_tables.study"]
+CELL = {"task": "pretrain", "model": "1m", "steps": "540", "optimizer": "adamw", "settings": "lr=0.002"}
 
 
-def loss_table():
-    spec = importlib.util.spec_from_file_location("loss_table", ROOT / "scripts" / "study" / "loss_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def cells(monkeypatch):
+    rows = [
+        {**CELL, "seed": str(seed), "loss_100": loss, "state_bytes": "8"} for seed, loss in ((1, "2.0"), (0, "1.0"))
+    ]
+    ours = source.ALIASES["@dense"].partition("settings=")[2]
+    rows.append({**rows[0], "optimizer": "grass", "settings": ours, "state_bytes": "2"})
+    monkeypatch.setattr(source, "read", lambda name: rows)
 
 
-def test_pages_have_the_figures_of_the_csv() -> None:
-    module = loss_table()
-    for page in module.PAGES:
-        text = page.read_text()
-        shown = text[text.index(module.BEGIN) + len(module.BEGIN) : text.index(module.END)]
-        assert shown.strip() == module.table().strip(), page.name
+def test_means_and_shares(cells) -> None:
+    assert study.losses("@adamw", "540") == [1.0, 2.0]
+    assert study.losses("@adamw", "2150") == []
+    assert study.shown([1.0, 2.0]) == "**1.500** (1.000 2.000)"
+    assert study.shown([1.0]) == "1.000 (one seed)"
+    assert study.shown([]) == "not run"
+    assert study.share("@dense", "state_bytes") == "0.25"
 
 
-def test_means_and_shares() -> None:
-    module = loss_table()
-    method = module.Method("ours", "adamw", "lr=1")
-    cell = {"task": "pretrain", "model": "1m", "steps": "540", "optimizer": "adamw", "settings": "lr=1"}
-    cells = [{**cell, "seed": str(seed), "loss_100": loss} for seed, loss in ((1, "2.0"), (0, "1.0"))]
-    assert module.losses(cells, method, "540") == [1.0, 2.0]
-    assert module.shown([1.0, 2.0]) == "**1.500** (1.000 2.000)"
-    assert module.shown([1.0]) == "1.000 (one seed)"
-    assert module.shown([]) == "not run"
+def test_every_method_of_the_loss_table_has_cells() -> None:
+    table = study.loss().splitlines()[2:]
+    assert len(table) == len(study.METHODS)
+    assert not any(line.count("not run") == len(study.HORIZONS) for line in table)
+
+
+@pytest.mark.parametrize("name", ["explored", "learning rate + seeds", "prototypes"])
+def test_study_tables_say_the_options_of_each_row(name) -> None:
+    header, _, *rows = study.study(name).splitlines()
+    assert rows
+    for row in rows:
+        assert "lr=" in row or "lr=" in header

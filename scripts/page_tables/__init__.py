@@ -1,0 +1,36 @@
+"""The tables of README and docs/, each made from a CSV in benchmarks/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from page_tables import distributed, memory, precision, speed, study
+
+TABLES: dict[str, Callable[[], str]] = {
+    "train_step": speed.train_step,
+    "optimizer_step": speed.optimizer_step,
+    "small_weights": speed.small_weights,
+    "study_speed": speed.study_speed,
+    "memory": memory.memory,
+    "planned": memory.planned,
+    "planner": memory.planner,
+    "precision": precision.precision,
+    "int8_quality": precision.int8_quality,
+    "wire_bytes": distributed.wire_bytes,
+    "slow_link": distributed.slow_link,
+    "loss": study.loss,
+    "finals": study.finals,
+}
+
+
+def make(name: str) -> str:
+    """The table of a marker; ``study X`` is that of a study in ``benchmarks/quality/grid.yaml``.
+
+    Raises:
+        ValueError: there is no such table.
+    """
+    if name.startswith("study "):
+        return study.study(name.removeprefix("study "))
+    if name not in TABLES:
+        raise ValueError(f"There is no table {name!r}; available: {', '.join(TABLES)}, study NAME")
+    return TABLES[name]()

@@ -1,0 +1,87 @@
+"""Measured values by reference: ``train_step.csv: grass compact: times_adamw`` is one cell of a CSV in benchmarks/.
+
+A reference names a file, a row and a column. The row is given by values joined with ``&``. Each is ``column=value``, or
+a value that some column of the row has; ``@dense`` and others stand for a method of the study. ``mean loss_100``
+averages the column over all rows that match, and ``count loss_100`` counts them; otherwise exactly one row must match.
+An expression holds references in brackets: ``[a.csv: x: ms] / [a.csv: y: ms]``.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+
+PRETRAIN = "task=pretrain & model=1m"
+ALIASES = {
+    "@adamw": f"{PRETRAIN} & optimizer=adamw & settings=lr=0.002",
+    "@two-rates": f"{PRETRAIN} & optimizer=grass & settings=lr=0.024 rank=1.0 update_interval=1000000 scale=0.125 "
+    "selection=top_r dim=auto state_policy=reset explore=0",
+    "@dense": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 scale=0.25",
+    "@compact-4": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 scale=0.25 explore=0.25 compact=True",
+    "@compact-8": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 rank=0.125 scale=0.25 explore=0.125 compact=True",
+    "@galore": f"{PRETRAIN} & optimizer=galore & settings=lr=0.012 update_interval=50",
+    "@apollo": f"{PRETRAIN} & optimizer=apollo & settings=lr=0.012 update_interval=50",
+    "@bank": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 update_interval=25 scale=0.25 "
+    "selection=multinomial_norm state_policy=bank",
+}
+"""Methods of the quality study, each at its best learning rates; ``@bank`` has Grass's former defaults."""
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+Row = dict[str, str]
+
+
+@cache
+def read(name: str) -> list[Row]:
+    """The rows of a CSV, by its name in benchmarks/ or benchmarks/quality/."""
+    path = next((p for p in (BENCHMARKS / name, BENCHMARKS / "quality" / name) if p.exists()), None)
+    if path is None:
+        raise ValueError(f"There is no benchmarks/{name}")
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def select(name: str, selector: str) -> list[Row]:
+    """The rows that a selector matches.
+
+    Raises:
+        ValueError: no row matches.
+    """
+    for alias, meaning in ALIASES.items():
+        selector = selector.replace(alias, meaning)
+    found = [row for row in read(name) if all(_matches(row, part.strip()) for part in selector.split(" & "))]
+    if not found:
+        raise ValueError(f"No row of {name} matches {selector!r}")
+    return found
+
+
+def value(reference: str) -> float:
+    """The number that a reference names.
+
+    Raises:
+        ValueError: file, row or column do not exist, or several rows match.
+    """
+    name, _, rest = reference.partition(": ")
+    selector, _, column = rest.rpartition(": ")
+    rows = select(name, selector)
+    how, _, column = column.rpartition(" ")
+    if len(rows) > 1 and not how:
+        raise ValueError(f"{len(rows)} rows of {name} match {selector!r}")
+    if column not in rows[0]:
+        raise ValueError(f"{name} has no column {column!r}")
+    return {"": fmean, "mean": fmean, "count": len}[how]([float(row[column]) for row in rows])
+
+
+def evaluate(expression: str) -> float:
+    """An expression of references in brackets; a single reference needs none."""
+    if "[" not in expression:
+        return value(expression)
+    numbers = re.sub(r"\[([^]]+)\]", lambda match: repr(value(match[1])), expression)
+    return eval(numbers, {"__builtins__": {}, "abs": abs, "min": min, "max": max})
+
+
+def _matches(row: Row, part: str) -> bool:
+    column, equals, wanted = part.partition("=")
+    return row[column] == wanted if equals and column in row else part in row.values()
