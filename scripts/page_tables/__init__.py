@@ -19,6 +19,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "wire_bytes": distributed.wire_bytes,
     "slow_link": distributed.slow_link,
     "loss": study.loss,
+    "reach": study.reach,
     "finals": study.finals,
 }
 

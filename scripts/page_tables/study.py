@@ -60,14 +60,25 @@ def loss() -> str:
 
 @cache
 def grid() -> dict[str, list[tuple[str, ...]]]:
-    """The keys of the cells of each study, in order; results leave the default interval out."""
+    """The keys of the cells of each study, in order."""
     from grid import load_grid
 
     loaded = load_grid(BENCHMARKS / "quality" / "grid.yaml")
-    keys = {name: [cell.key for cell in loaded.study(name).cells] for name in loaded.names}
-    return {
-        name: [(*key[:5], key[5].replace(" update_interval=200", "")) for key in every] for name, every in keys.items()
-    }
+    return {name: [cell.key for cell in loaded.study(name).cells] for name in loaded.names}
+
+
+def reach() -> str:
+    """How far explored columns move: final losses by the factor, of trials that differ in it only."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in read("reach.csv"):
+        groups.setdefault(tuple(row[name] for name in ("rank", "explore", "steps", "reach")), []).append(row)
+    lines = []
+    for (rank, explore, steps, factor), cells in sorted(groups.items(), key=lambda item: (item[0][0], item[0][2:])):
+        values = {int(cell["seed"]): float(cell["loss_100"]) for cell in cells}
+        seeds = " ".join(f"{values[seed]:.3f}" if seed in values else "-" for seed in range(3))
+        mean = f"**{fmean(values.values()):.3f}**" if len(values) > 1 else ""
+        lines.append([f"`rank={rank} explore={explore}`", f"{int(steps):,} steps", factor, seeds, mean])
+    return table(["compact mode", "", "times as far", "loss by seed", "mean"], lines)
 
 
 def study(name: str) -> str:

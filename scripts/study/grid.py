@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from grass.memory.llama import LLAMA_SHAPES
+from grass.options import DEFAULTS
 from grass.training.data.blocks import DataConfig
 from grass.training.run.optimizers import OptimizerConfig
 
@@ -99,10 +100,12 @@ class Cell:
     def settings(self) -> str:
         """The learning rate and what differs from the defaults, as in ``"lr=0.003 rank=0.125"``."""
         fields = (field for field in dataclasses.fields(self.optimizer) if field.name not in NOT_SETTINGS)
-        values = [(field.name, getattr(self.optimizer, field.name), field.default) for field in fields]
+        values = [(field.name, getattr(self.optimizer, field.name), _default(field)) for field in fields]
         values.append(("clip", self.clip, Cell.clip))
         return " ".join(
-            f"{name}={_spelled(value)}" for name, value, default in values if name == "lr" or value != default
+            f"{name}={_spelled(value)}"
+            for name, value, default in values
+            if name == "lr" or value not in (None, default)
         )
 
     @property
@@ -230,6 +233,11 @@ def _look_up(table: Mapping[str, Any], name: str, what: str) -> Any:
     if name not in table:
         raise ValueError(f"Unknown {what} {name!r}; available: {', '.join(table)}")
     return table[name]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field; an interval of ``None`` stands for that of :class:`grass.GrassAdamW`."""
+    return DEFAULTS["update_interval"] if field.name == "update_interval" else field.default
 
 
 def _spelled(value: Any) -> str:
