@@ -17,7 +17,8 @@ import pandas as pd
 
 from grass.command_line import ArgumentParser
 from grass.memory.llama import llama_config
-from grass.training.data.blocks import DataConfig, load_data
+from grass.training.data.blocks import DataConfig
+from grass.training.data.loading import load_data
 from grass.training.run.loop import Result, TrainConfig, Trainer
 from grass.training.run.models import build_llama
 from grass.training.run.optimizers import OptimizerConfig, build_optimizer

@@ -39,7 +39,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from grass.command_line import ArgumentParser
 from grass.compact_mode.int8 import plain_state_dict
 from grass.memory.llama import LLAMA_SHAPES, llama_config
-from grass.training.data.blocks import DataConfig, load_data
+from grass.training.data.blocks import DataConfig
+from grass.training.data.loading import load_data
 from grass.training.run.checkpoint import CheckpointStore, export_model
 from grass.training.run.flags import add_optimizer_flags, from_flags, split_and_path
 from grass.training.run.loop import Result, TrainConfig, Trainer

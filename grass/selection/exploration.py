@@ -7,8 +7,8 @@ others are drawn at random. With ``D`` the AdamW direction of the selected rows 
     U_i   = phi * G_i                                      of an explored row i
     W_i  <- W_i - lr scale reach U_i / |U_i| mean_k |D_k|
 
-An explored row moves ``reach = min((n - r) / q, 2.65)`` times as far as the selected rows do on average, because it rests
-in other steps. With ``q = n - r`` every row moves and ``reach`` is 1. No state is kept. Scaling the rest of the
+An explored row moves ``reach = min((n - r) / q, 2.65)`` times as far as the selected rows do on average, because it
+rests in other steps. With ``q = n - r`` every row moves and ``reach`` is 1. No state is kept. Scaling the rest of the
 gradient like its low-rank part is Fira's idea (Chen et al., 2024, arXiv 2410.01623, section 4); setting each row's
 length, and drawing the rows, are ours. ``docs/quality.md`` has the measurements.
 

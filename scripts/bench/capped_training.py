@@ -29,7 +29,8 @@ from harness import machine
 from grass.command_line import ArgumentParser
 from grass.memory import Architecture, Setting, parse_bytes, plan
 from grass.memory.llama import llama_config
-from grass.training.data.blocks import Batches, DataConfig, load_data
+from grass.training.data.blocks import Batches, DataConfig
+from grass.training.data.loading import load_data
 from grass.training.run.models import build_llama
 from grass.training.run.optimizers import OptimizerConfig, build_optimizer, convert
 

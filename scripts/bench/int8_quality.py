@@ -18,7 +18,8 @@ import torch
 import grass
 from grass.command_line import ArgumentParser
 from grass.memory.llama import llama_config
-from grass.training.data.blocks import DataConfig, load_data
+from grass.training.data.blocks import DataConfig
+from grass.training.data.loading import load_data
 from grass.training.run.loop import TrainConfig, Trainer
 from grass.training.run.models import build_llama
 

@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 
 from grass.command_line import ArgumentParser
-from grass.training.data.blocks import DataConfig, load_data
+from grass.training.data.blocks import DataConfig
 from grass.training.data.corpus import split_by_file, standard_library, text_files
 from grass.training.data.docstrings import PACKAGES
+from grass.training.data.loading import load_data
 from grass.training.finetune.tiny import tiny_decoder, train_tokenizer
 from grass.training.run.loop import TrainConfig, Trainer
 from grass.training.run.optimizers import OptimizerConfig, build_optimizer

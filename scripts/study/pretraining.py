@@ -12,7 +12,8 @@ from grid import CURVE_POINTS, Cell
 from results import CURVE
 
 from grass.memory.llama import llama_config
-from grass.training.data.blocks import DataConfig, load_data
+from grass.training.data.blocks import DataConfig
+from grass.training.data.loading import load_data
 from grass.training.run.loop import TrainConfig, Trainer
 from grass.training.run.models import build_llama
 from grass.training.run.optimizers import build_optimizer

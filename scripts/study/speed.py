@@ -24,7 +24,8 @@ from tqdm import trange
 
 from grass.command_line import ArgumentParser
 from grass.memory.llama import LLAMA_SHAPES, llama_config
-from grass.training.data.blocks import DataConfig, load_data
+from grass.training.data.blocks import DataConfig
+from grass.training.data.loading import load_data
 from grass.training.run.loop import TrainConfig, Trainer
 from grass.training.run.models import build_llama
 from grass.training.run.optimizers import OptimizerConfig, build_optimizer

@@ -4,7 +4,8 @@ from itertools import islice
 import pytest
 import torch
 
-from grass.training.data.blocks import DataConfig, PackedBatches, load_data, packed_blocks
+from grass.training.data.blocks import DataConfig, PackedBatches, packed_blocks
+from grass.training.data.loading import load_data
 from grass.training.data.tokenization import ByteTokenizer, encode_all, load_tokenizer
 
 
