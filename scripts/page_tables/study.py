@@ -71,14 +71,16 @@ def reach() -> str:
     """How far explored columns move: final losses by the factor, of trials that differ in it only."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in read("reach.csv"):
-        groups.setdefault(tuple(row[name] for name in ("rank", "explore", "steps", "reach")), []).append(row)
+        names = "mode", "rank", "explore", "update_interval", "steps", "reach"
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
     lines = []
-    for (rank, explore, steps, factor), cells in sorted(groups.items(), key=lambda item: (item[0][0], item[0][2:])):
+    for (mode, rank, explore, interval, steps, factor), cells in sorted(groups.items()):
         values = {int(cell["seed"]): float(cell["loss_100"]) for cell in cells}
         seeds = " ".join(f"{values[seed]:.3f}" if seed in values else "-" for seed in range(3))
         mean = f"**{fmean(values.values()):.3f}**" if len(values) > 1 else ""
-        lines.append([f"`rank={rank} explore={explore}`", f"{int(steps):,} steps", factor, seeds, mean])
-    return table(["compact mode", "", "times as far", "loss by seed", "mean"], lines)
+        options = f"`rank={rank} explore={explore} update_interval={interval}`"
+        lines.append([mode, options, f"{int(steps):,}", factor, seeds, mean])
+    return table(["mode", "options", "steps", "times as far", "loss by seed", "mean"], lines)
 
 
 def study(name: str) -> str:
