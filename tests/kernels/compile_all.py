@@ -63,7 +63,6 @@ def launch_everything(dtypes: list[torch.dtype]) -> None:
         x, x_cols = torch.zeros(m, n, dtype=dtype), torch.zeros(n, m, dtype=dtype).t()
         for matrix in (x, x_cols):
             kernels.gather_rows(matrix, indices)
-            kernels.gather_rows(matrix, indices, scale, out=torch.zeros(r, n), accumulate=True)
             kernels.gather_cols(matrix, indices)
             kernels.scatter_add_rows(matrix, indices, torch.zeros(r, n))
             kernels.scatter_add_cols(matrix, indices, torch.zeros(m, r, dtype=dtype), scale, distinct=True)

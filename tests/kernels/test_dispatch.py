@@ -81,7 +81,7 @@ def calls():
     codes = torch.randint(0, 255, (2, 2, 8), device=DEVICE, dtype=torch.uint8)
     coded = codes[0], torch.ones(1, device=DEVICE), codes[1], torch.ones(1, device=DEVICE)
     return {
-        "gather_rows": (torch.empty(2, 8, device=DEVICE), f, i, ages, False),
+        "gather_rows": (f, i),
         "scatter_add_rows": (f, i, rows, ages, -1.0, False),
         "row_norms": (f,),
         "compact_adamw_": adam,
@@ -104,7 +104,7 @@ def test_registration(name, implementation, monkeypatch) -> None:
 def test_fake_tensors_see_shapes() -> None:
     with FakeTensorMode():
         x, i = torch.empty(70_000, 9, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int64)
-        assert kernels.gather_rows(x, i, dtype=torch.float32).shape == (4, 9)
+        assert kernels.gather_rows(x, i).shape == (4, 9)
         assert kernels.gather_cols(x, i).shape == (70_000, 4)
         assert kernels.row_norms(x, 1).shape == (9,)
         assert kernels.row_norms(x).dtype == torch.float32
@@ -116,7 +116,7 @@ def test_compiles_into_one_graph() -> None:
     def step(weight, grad, indices, m, v):
         kernels.compact_adamw_(weight, indices, grad, m, v, 3, gather_grad=True, step_size=0.1)
         product = kernels.compact_grad(grad, weight, indices, 1)
-        return kernels.gather_rows(weight, indices, dtype=torch.float32).sum() + kernels.row_norms(product).sum()
+        return kernels.gather_rows(weight, indices).sum() + kernels.row_norms(product).sum()
 
     def arguments():
         torch.manual_seed(0)
