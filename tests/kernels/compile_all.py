@@ -65,7 +65,7 @@ def launch_everything(dtypes: list[torch.dtype]) -> None:
             kernels.gather_rows(matrix, indices)
             kernels.gather_cols(matrix, indices)
             kernels.scatter_add_rows(matrix, indices, torch.zeros(r, n))
-            kernels.scatter_add_cols(matrix, indices, torch.zeros(m, r, dtype=dtype), scale, distinct=True)
+            kernels.scatter_add_cols(matrix, indices, torch.zeros(m, r, dtype=dtype), scale)
             kernels.row_norms(matrix, 0)
             kernels.row_norms(matrix, 1)
             for dim in (0, 1):

@@ -82,7 +82,7 @@ def calls():
     coded = codes[0], torch.ones(1, device=DEVICE), codes[1], torch.ones(1, device=DEVICE)
     return {
         "gather_rows": (f, i),
-        "scatter_add_rows": (f, i, rows, ages, -1.0, False),
+        "scatter_add_rows": (f, i, rows, ages, -1.0),
         "row_norms": (f,),
         "compact_adamw_": adam,
         "compact_adamw_8bit_": (f, i, None, f.clone(), *coded, ages, *adam[7:-1], 5),
