@@ -22,7 +22,6 @@ from triton.runtime.jit import JITFunction
 
 from grass import kernels
 from grass.kernels import dispatch
-from grass.kernels.compact_grad import transposed_product
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -89,9 +88,7 @@ def launch_everything(dtypes: list[torch.dtype]) -> None:
                 whole = {"norms": scale, "gather_grad": True}
                 kernels.move_rows_(matrix, indices, matrix, *numbers, step_size=0.1, dim=dim, **whole)
         g, inputs = torch.zeros(tokens, m, dtype=dtype), torch.zeros(tokens, n, dtype=dtype)
-        transposed_product(g, inputs, indices, dtype)
-        kernels.compact_grad(g, inputs, indices[:8], 0)
-        kernels.row_sketch(g, inputs, size=32)
+        kernels.compact_grad(g, inputs, indices)
         kernels.row_sketch(g, inputs, torch.zeros(n, 32))
 
 
