@@ -8,7 +8,7 @@ from .move_factors import move_factors
 from .move_rows import move_rows_
 from .random_bits import make_key, random_bits, round_stochastically
 from .row_norms import row_norms
-from .row_sketch import random_signs, row_sketch
+from .row_sketch import row_sketch
 from .scatter_add_rows import scatter_add_cols, scatter_add_rows
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "move_factors",
     "move_rows_",
     "random_bits",
-    "random_signs",
     "round_stochastically",
     "row_norms",
     "row_sketch",

@@ -27,7 +27,6 @@ def scatter_add_rows(
     scale: Tensor | None = None,
     *,
     alpha: float = 1.0,
-    distinct: bool = False,
 ) -> Tensor:
     """``out[sigma_j] += alpha rho_j x_j`` in place; returns ``out``.
 
@@ -37,14 +36,13 @@ def scatter_add_rows(
         x: ``(r, n)``; a row's contributions are summed in float32.
         scale: ``(r,)``, ``rho``; ``None`` means ones.
         alpha: multiplies all.
-        distinct: the caller knows that no index occurs twice, which saves the sort.
 
     Raises:
         ValueError: ``x`` is not ``(r, n)``.
     """
     if x.shape != (indices.numel(), out.shape[1]):
         raise ValueError(f"x has shape {tuple(x.shape)}, must be {(indices.numel(), out.shape[1])}")
-    _scatter_add_rows(out, indices.contiguous(), x, scale, alpha, distinct)
+    _scatter_add_rows(out, indices.contiguous(), x, scale, alpha)
     return out
 
 
@@ -55,13 +53,12 @@ def scatter_add_cols(
     scale: Tensor | None = None,
     *,
     alpha: float = 1.0,
-    distinct: bool = False,
 ) -> Tensor:
     """``out[:, sigma_j] += alpha rho_j x[:, j]`` in place; otherwise as :func:`scatter_add_rows`."""
-    return scatter_add_rows(out.t(), indices, x.t(), scale, alpha=alpha, distinct=distinct).t()
+    return scatter_add_rows(out.t(), indices, x.t(), scale, alpha=alpha).t()
 
 
-def _twin(out: Tensor, indices: Tensor, x: Tensor, scale: Tensor | None, alpha: float, distinct: bool) -> None:
+def _twin(out: Tensor, indices: Tensor, x: Tensor, scale: Tensor | None, alpha: float) -> None:
     wide = torch.promote_types(torch.promote_types(out.dtype, x.dtype), torch.float32)
     rows = x.to(wide) * alpha
     if scale is not None:
@@ -71,15 +68,12 @@ def _twin(out: Tensor, indices: Tensor, x: Tensor, scale: Tensor | None, alpha: 
     out.index_copy_(0, targets, sums.add_(out.index_select(0, targets)).to(out.dtype))
 
 
-def _launch(out: Tensor, indices: Tensor, x: Tensor, scale: Tensor | None, alpha: float, distinct: bool) -> None:
+def _launch(out: Tensor, indices: Tensor, x: Tensor, scale: Tensor | None, alpha: float) -> None:
     r, n = x.shape
-    order = indices
-    if not distinct:
-        indices, order = torch.sort(indices, stable=True)
+    indices, order = torch.sort(indices, stable=True)
     block_r, block_n = tile(r, n, rows_contiguous=is_column_major(out))
-    flags = scale is not None, distinct
     _scatter_add_rows_kernel[cdiv(r, block_r), cdiv(n, block_n)](
-        out, indices, order, x, scale, alpha, r, n, *out.stride(), *x.stride(), *flags, block_r, block_n
+        out, indices, order, x, scale, alpha, r, n, *out.stride(), *x.stride(), scale is not None, block_r, block_n
     )
 
 
@@ -98,7 +92,6 @@ def _scatter_add_rows_kernel(
     x_row,
     x_col,
     HAS_SCALE: tl.constexpr,
-    DISTINCT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -106,13 +99,12 @@ def _scatter_add_rows_kernel(
     col = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = position < r
     target = tl.load(indices + position, mask=first, other=0)
-    if not DISTINCT:
-        before = tl.load(indices + position - 1, mask=first & (position > 0), other=-1)
-        first = first & (before != target)
+    before = tl.load(indices + position - 1, mask=first & (position > 0), other=-1)
+    first = first & (before != target)
     total = tl.zeros([BLOCK_R, BLOCK_N], dtype=tl.float32)
     live = first
     while tl.max(live.to(tl.int32), axis=0) > 0:  # one row of every run of the tile at a time
-        row = position if DISTINCT else tl.load(order + position, mask=live, other=0)
+        row = tl.load(order + position, mask=live, other=0)
         inside = live[:, None] & (col < n)[None, :]
         value = tl.load(x + row[:, None] * x_row + col[None, :] * x_col, mask=inside, other=0.0).to(tl.float32)
         if HAS_SCALE:
@@ -120,10 +112,7 @@ def _scatter_add_rows_kernel(
         total += value * alpha
         position += 1
         live = live & (position < r)
-        if DISTINCT:
-            live = live & (position < 0)
-        else:
-            live = live & (tl.load(indices + position, mask=live, other=-1) == target)
+        live = live & (tl.load(indices + position, mask=live, other=-1) == target)
     inside = first[:, None] & (col < n)[None, :]
     place = out + target[:, None] * out_row + col[None, :] * out_col
     total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
@@ -131,8 +120,8 @@ def _scatter_add_rows_kernel(
 
 
 _scatter_add_rows = kernel_op(
-    "scatter_add_rows(Tensor(a!) out, Tensor indices, Tensor x, Tensor? scale, float alpha, bool distinct) -> ()",
+    "scatter_add_rows(Tensor(a!) out, Tensor indices, Tensor x, Tensor? scale, float alpha) -> ()",
     twin=_twin,
     launch=_launch,
-    fake=lambda out, indices, x, scale, alpha, distinct: None,
+    fake=lambda out, indices, x, scale, alpha: None,
 )

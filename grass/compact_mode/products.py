@@ -16,7 +16,7 @@ ONEDNN_FROM = 4_000_000
 def picked_product(a: Tensor, indices: Tensor, b: Tensor) -> Tensor:
     """``a[:, indices]^T b``: ``(t, k), (t, l) -> (r, l)``; on CUDA by :func:`grass.kernels.compact_grad`."""
     if runs_triton("compact_grad", a, b, indices):
-        picked: Tensor = kernels.compact_grad(a, b, indices, 0)
+        picked: Tensor = kernels.compact_grad(a, b, indices)
         return picked
     return inner_product(select_columns(a, indices), b)
 

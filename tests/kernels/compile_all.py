@@ -22,7 +22,6 @@ from triton.runtime.jit import JITFunction
 
 from grass import kernels
 from grass.kernels import dispatch
-from grass.kernels.compact_grad import transposed_product
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -63,10 +62,9 @@ def launch_everything(dtypes: list[torch.dtype]) -> None:
         x, x_cols = torch.zeros(m, n, dtype=dtype), torch.zeros(n, m, dtype=dtype).t()
         for matrix in (x, x_cols):
             kernels.gather_rows(matrix, indices)
-            kernels.gather_rows(matrix, indices, scale, out=torch.zeros(r, n), accumulate=True)
             kernels.gather_cols(matrix, indices)
             kernels.scatter_add_rows(matrix, indices, torch.zeros(r, n))
-            kernels.scatter_add_cols(matrix, indices, torch.zeros(m, r, dtype=dtype), scale, distinct=True)
+            kernels.scatter_add_cols(matrix, indices, torch.zeros(m, r, dtype=dtype), scale)
             kernels.row_norms(matrix, 0)
             kernels.row_norms(matrix, 1)
             for dim in (0, 1):
@@ -90,9 +88,7 @@ def launch_everything(dtypes: list[torch.dtype]) -> None:
                 whole = {"norms": scale, "gather_grad": True}
                 kernels.move_rows_(matrix, indices, matrix, *numbers, step_size=0.1, dim=dim, **whole)
         g, inputs = torch.zeros(tokens, m, dtype=dtype), torch.zeros(tokens, n, dtype=dtype)
-        transposed_product(g, inputs, indices, dtype)
-        kernels.compact_grad(g, inputs, indices[:8], 0)
-        kernels.row_sketch(g, inputs, size=32)
+        kernels.compact_grad(g, inputs, indices)
         kernels.row_sketch(g, inputs, torch.zeros(n, 32))
 
 

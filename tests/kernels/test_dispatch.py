@@ -81,15 +81,15 @@ def calls():
     codes = torch.randint(0, 255, (2, 2, 8), device=DEVICE, dtype=torch.uint8)
     coded = codes[0], torch.ones(1, device=DEVICE), codes[1], torch.ones(1, device=DEVICE)
     return {
-        "gather_rows": (torch.empty(2, 8, device=DEVICE), f, i, ages, False),
-        "scatter_add_rows": (f, i, rows, ages, -1.0, False),
+        "gather_rows": (f, i),
+        "scatter_add_rows": (f, i, rows, ages, -1.0),
         "row_norms": (f,),
         "compact_adamw_": adam,
         "compact_adamw_8bit_": (f, i, None, f.clone(), *coded, ages, *adam[7:-1], 5),
         "move_factors": (rows, rows.abs(), f, i, ages, 0.0, 0.9, 0.99, 1e-8),
         "move_rows_": (f, i, rows, rows.clone(), f[0].clone(), ages[0].clone(), ages.clone(), 0.1, False, 7),
         "compact_grad": (f, f.clone(), i),
-        "row_sketch": (f, f.clone(), None, 4, 9),
+        "row_sketch": (f, f.clone(), rows.t()),
     }
 
 
@@ -104,19 +104,19 @@ def test_registration(name, implementation, monkeypatch) -> None:
 def test_fake_tensors_see_shapes() -> None:
     with FakeTensorMode():
         x, i = torch.empty(70_000, 9, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int64)
-        assert kernels.gather_rows(x, i, dtype=torch.float32).shape == (4, 9)
+        assert kernels.gather_rows(x, i).shape == (4, 9)
         assert kernels.gather_cols(x, i).shape == (70_000, 4)
         assert kernels.row_norms(x, 1).shape == (9,)
         assert kernels.row_norms(x).dtype == torch.float32
-        assert kernels.compact_grad(x, torch.empty(70_000, 5, dtype=torch.bfloat16), i, 1).shape == (9, 4)
-        assert kernels.row_sketch(x, x, size=16).shape == (9, 16)
+        assert kernels.compact_grad(x, torch.empty(70_000, 5, dtype=torch.bfloat16), i).shape == (4, 5)
+        assert kernels.row_sketch(x, x, torch.empty(9, 16)).shape == (9, 16)
 
 
 def test_compiles_into_one_graph() -> None:
     def step(weight, grad, indices, m, v):
         kernels.compact_adamw_(weight, indices, grad, m, v, 3, gather_grad=True, step_size=0.1)
-        product = kernels.compact_grad(grad, weight, indices, 1)
-        return kernels.gather_rows(weight, indices, dtype=torch.float32).sum() + kernels.row_norms(product).sum()
+        product = kernels.compact_grad(grad, weight, indices)
+        return kernels.gather_rows(weight, indices).sum() + kernels.row_norms(product).sum()
 
     def arguments():
         torch.manual_seed(0)

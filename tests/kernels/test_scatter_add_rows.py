@@ -29,13 +29,13 @@ def test_duplicates_add_up(scatter, shape, r, dtype, layout, run) -> None:
 
 
 @pytest.mark.parametrize("scatter", [scatter_add_rows, scatter_add_cols])
-def test_distinct_rows_need_no_sort(scatter, run) -> None:
+def test_distinct_rows_without_scale(scatter, run) -> None:
     dim = int(scatter is scatter_add_cols)
     indices = torch.randperm(23)[:11].to(DEVICE)
     x = torch.randn((11, 23) if dim == 0 else (23, 11), device=DEVICE)
     for implementation in ("triton", "torch"):
         out = torch.ones(23, 23, device=DEVICE)
-        run(implementation, scatter, out, indices, x, distinct=True)
+        run(implementation, scatter, out, indices, x)
         torch.testing.assert_close(out, torch.ones(23, 23, device=DEVICE).index_add_(dim, indices, x))
 
 
