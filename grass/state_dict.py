@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from grass.compact_mode.cycle import resume
+from grass.compact_mode.cycle import check_rows, resume
 from grass.compact_mode.layer import CompactLayer
 from grass.options import Options, is_projected, validate
 from grass.parallel.ranks import Ranks
@@ -73,11 +73,8 @@ class Loading:
                     f"State of parameter {key} of shape {tuple(p.shape)} is that of plain AdamW or of other rows: "
                     "optimizer state does not carry over between AdamW, dense and compact mode; load only the model"
                 )
-            if layer and state and (len(state["indices"]), state["dim"]) != (layer.rank, layer.dim):
-                raise ValueError(
-                    f"State of active rows with rank={len(state['indices'])}, dim={state['dim']} for a layer "
-                    f"with rank={layer.rank}, dim={layer.dim}"
-                )
+            if layer and state:
+                check_rows(layer, state)
         groups = [dict(group) for group in loading["param_groups"]]
         for ours, theirs in zip(optimizer.param_groups, groups, strict=False):
             theirs["shard_bank"] = ours["shard_bank"]  # of these processes, not of those that saved

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from grass.compact_mode.cycle import Trained, adopt, advance, arm, resume
+from grass.compact_mode.cycle import Trained, adopt, advance, arm, check_rows, resume
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.registry import layers_of
 from grass.options import Options, validate
@@ -66,6 +66,9 @@ def attach(
         ValueError: a value is out of range, or the optimizer holds no active rows of the model, holds some of another
             model too, or writes them back already.
     """
+    if not isinstance(optimizer, Optimizer) or not isinstance(model, nn.Module):
+        given = type(optimizer).__name__, type(model).__name__  # type: ignore[unreachable]
+        raise TypeError(f"attach() takes an optimizer and a model, got {given[0]} and {given[1]}")
     group = {
         "update_interval": update_interval,
         "selection": selection,
@@ -134,6 +137,8 @@ class Attachment:
         """Continue from :meth:`state_dict`."""
         if state_dict.keys() != self.layers.keys():
             raise ValueError(f"State for the layers {sorted(state_dict)}, but attached to {sorted(self.layers)}")
+        for name, layer in self.layers.items():
+            check_rows(layer, state_dict[name])
         for index, (name, layer) in enumerate(self.layers.items()):
             state = self.states[name] = dict(state_dict[name])
             resume(layer, state, state.pop("active"), self.options, index)

@@ -75,6 +75,8 @@ def compact(
         ValueError: nothing matches or nothing can be converted; rank and explore exceed a dimension; a layer is
             converted already with other values. The model is then as it was.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     _check_arguments(rank, explore, dim, dtype, weights)
     layers = {name: model.get_submodule(name) for name in matched_modules(model, targets, exclude)}
     reasons = left_alone(model)

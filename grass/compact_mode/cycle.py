@@ -52,9 +52,22 @@ def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
     check_shards(layer.weight, layer.weight_axis(layer.dim), "weight")
     check_shards(layer.active, layer.dim, "active")
     state.update(step=0, refresh_step=0, refreshes=1, indices=layer.selected.clone(), dim=layer.dim)
+    state["explored"] = layer.explored.numel()
     carry(None, layer.projector())
     reserve_rows(state, layer)
     return state
+
+
+def check_rows(layer: CompactLayer, state: State) -> None:
+    """Raise ``ValueError`` if a state was saved with other numbers of rows than the layer has."""
+    if (len(state["indices"]), state["dim"]) != (layer.rank, layer.dim):
+        raise ValueError(
+            f"State of active rows with rank={len(state['indices'])}, dim={state['dim']} for a layer "
+            f"with rank={layer.rank}, dim={layer.dim}"
+        )
+    count = layer.explored.numel()
+    if (saved := state.get("explored", count)) != count:
+        raise ValueError(f"State of active rows with explore={saved} for a layer with explore={count}")
 
 
 def reserve_rows(state: State, layer: CompactLayer) -> None:

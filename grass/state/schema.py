@@ -38,6 +38,7 @@ KEYS = {
     "refreshes": Key("selections so far that gradient norms decided", "", "int"),
     "indices": Key("the selected rows", "(r,)", "int64"),
     "dim": Key("0 for rows, 1 for columns", "", "int"),
+    "explored": Key("how many rows are explored; only of converted layers", "", "int"),
     "row_scale": Key("scale of each selected row, `rho`; only with replacement=True", "(r,)", "float32"),
     "row_steps": Key("Adam steps of each selected row; not with state_policy='reset'", "(r,)", "float32"),
     "exp_avg": Key("first moment", "(r, n)", "moment_dtype", sharded=True),

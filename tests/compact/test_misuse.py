@@ -172,6 +172,26 @@ def test_a_rule_that_scales_rows() -> None:
         train(model, optimizer, batches(2))
 
 
+def test_state_of_another_number_of_explored_rows() -> None:
+    model, optimizer = converted(explore=2)
+    train(model, optimizer, batches(1))
+    other, other_optimizer = converted()
+    before = copy.deepcopy(other)
+    with pytest.raises(ValueError, match=r"explore=2 for a layer with explore=0"):
+        other_optimizer.load_state_dict(optimizer.state_dict())
+    assert_same_weights(other, before)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_arguments_of_another_kind(swapped: bool) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(TypeError, match="takes an optimizer and a model, got"):
+        grass.attach(*((model, optimizer) if swapped else (optimizer, optimizer)))
+    with pytest.raises(TypeError, match=r"model must be an nn.Module, got generator"):
+        grass.compact(model.parameters(), rank=3)
+
+
 def test_state_of_another_rank() -> None:
     model, optimizer = converted()
     train(model, optimizer, batches(2))
