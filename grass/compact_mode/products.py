@@ -34,8 +34,8 @@ def sketch_product(kept: Tensor, mixed: Tensor, signs: Tensor | None) -> Tensor:
 def inner_product(a: Tensor, b: Tensor) -> Tensor:
     """``a^T b``: ``(t, k), (t, l) -> (k, l)``, summed over tokens, in the dtype of the operands.
 
-    On x86 CPUs torch multiplies float32 matrices with MKL. oneDNN, which torch ships too, took 0.5 to 0.6 of MKL's time
-    on an AMD EPYC with AVX-512 (torch 2.13). Torch computes half-precision products and those on other devices.
+    On x86 CPUs torch multiplies float32 matrices with MKL; oneDNN, which torch ships too, takes large ones here. Torch
+    computes half-precision products and those on other devices.
     """
     if _onednn_pays(a, b):
         product: Tensor = torch.ops.mkldnn._linear_pointwise(a.t(), b.t(), None, "none", [], "")

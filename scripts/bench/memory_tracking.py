@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from tracked_methods import BUILDERS, prepare
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grass.compact_mode.layer import CompactLayer
+from grass.kernels.moment_codes import dynamic_map
 from grass.memory import Setting, state_bytes
 from grass.memory.tracing import with_causal_attention
 from grass.training.run.chunked_loss import chunk_loss
@@ -53,7 +55,7 @@ def track(
     runs compiled and has temporaries only where it does not.
     """
     prepare(method)
-    with nullcontext() if real else FakeTensorMode(), set_stance("force_eager"):
+    with nullcontext() if real else _fake_tensors(), set_stance("force_eager"):
         model: Any = AutoModelForCausalLM.from_config(with_causal_attention(config), dtype=setting.dtype)  # type: ignore[no-untyped-call]
         optimizer = BUILDERS[method](model, setting, 2 if refresh else 200)
         model.train()
@@ -84,6 +86,17 @@ def track(
         peak=peak["Total"] - state.host,
         host=state.host,
     )
+
+
+@contextmanager
+def _fake_tensors() -> Iterator[None]:
+    """A fake mode with a cache of 8-bit levels of its own: fake levels must not outlive it, nor real ones enter it."""
+    dynamic_map.cache_clear()
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        dynamic_map.cache_clear()
 
 
 class _WholeModelTracker(MemTracker):  # type: ignore[no-untyped-call]

@@ -10,14 +10,12 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 import grass
-from grass.kernels.moment_codes import dynamic_map
 from grass.memory import Setting
 from grass.training.run.optimizers import OptimizerConfig, build_optimizer
 
 
 def prepare(method: str) -> None:
     """Compute what a method computes only once. Call it before there are fake tensors, which have no contents."""
-    dynamic_map.cache_clear()  # every fake mode needs its own
     if method == "8-bit AdamW":
         from torchao.optim.subclass_8bit import OptimState8bit
 
