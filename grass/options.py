@@ -73,13 +73,14 @@ _EXPLORE = Range(
 )
 _RULE = Range(lambda v: True, "a name in grass.available_rules()")  # check_rule() looks at it and at `replacement`
 _ANY = Range(lambda v: True, "True or False")  # its truth value counts
-_NO_AMSGRAD = Range(
-    lambda v: v is False, "False: rows that are not selected have no second moment to take a maximum of"
+_NO_AMSGRAD, _NOT_CAPTURABLE, _NOT_DIFFERENTIABLE = (
+    Range(lambda v: v is False, f"False: {why}")
+    for why in (
+        "rows that are not selected have no second moment to take a maximum of",
+        "a refresh reads gradient norms on the host, which a CUDA graph cannot record",
+        "a step changes weights in place, unseen by autograd",
+    )
 )
-_NOT_CAPTURABLE = Range(
-    lambda v: v is False, "False: a refresh reads gradient norms on the host, which a CUDA graph cannot record"
-)
-_NOT_DIFFERENTIABLE = Range(lambda v: v is False, "False: a step changes weights in place, unseen by autograd")
 
 
 def _option(default: Any, values: Range, meaning: str, *, shared: bool = False) -> Any:
@@ -142,7 +143,7 @@ class Options:
 
     def projects(self, tensor: Tensor) -> bool:
         """Whether rows of a tensor of this group are selected: the group has a rank, the tensor is a matrix."""
-        return self.rank is not None and tensor.ndim >= 2 and tensor.numel() > 0
+        return is_projected(tensor, vars(self))
 
     def selected(self, size: int) -> int:
         """How many of ``size`` rows are selected."""
@@ -151,7 +152,7 @@ class Options:
 
     def explored(self, rank: int, size: int) -> int:
         """How many rows of a weight of dense mode are explored in each step."""
-        return _explored(self.explore, self.replacement, rank, size)
+        return explored_count(vars(self), rank, size)
 
 
 DECLARED = {f.name: f for f in fields(Options)}
@@ -219,8 +220,14 @@ def resolve_rank(rank: int | float, size: int) -> int:
 
 
 def explored_count(group: Mapping[str, Any], rank: int, size: int) -> int:
-    """:meth:`Options.explored` of a parameter group."""
-    return _explored(group["explore"], group["replacement"], rank, size)
+    """:meth:`Options.explored` of a parameter group: all rows that are not selected unless told otherwise.
+
+    With replacement the default is none.
+    """
+    explore = group["explore"]
+    if explore is None:
+        explore = 0 if group["replacement"] else 1.0
+    return resolve_explore(explore, rank, size)
 
 
 def is_projected(tensor: Tensor, group: Mapping[str, Any]) -> bool:
@@ -231,10 +238,3 @@ def is_projected(tensor: Tensor, group: Mapping[str, Any]) -> bool:
 def as_matrix(tensor: Tensor) -> Tensor:
     """A weight or its gradient as ``(shape[0], -1)``; a copy for some layouts of more than two dimensions."""
     return tensor if tensor.ndim == 2 else tensor.reshape(tensor.shape[0], -1)
-
-
-def _explored(explore: int | float | None, replacement: bool, rank: int, size: int) -> int:
-    """All rows that are not selected unless told otherwise; none if rows are drawn with replacement."""
-    if explore is None:
-        explore = 0 if replacement else 1.0
-    return resolve_explore(explore, rank, size)

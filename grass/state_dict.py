@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grass.compact_mode.cycle import check_rows, resume
-from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.layer import Layers
 from grass.options import Options, is_projected, validate
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded, local
@@ -24,9 +24,6 @@ from grass.state.bank_exchange import shares_bank
 from grass.state.schema import HOST_KEYS, State
 from grass.state.sharding import assembled, assembled_bank
 from grass.stepping import step_device
-
-Layers = dict[int, CompactLayer]
-"""Converted layers by the ``id`` of their active rows."""
 
 
 def completed(state_dict: dict[str, Any], optimizer: Optimizer, layers: Layers, ranks: Ranks) -> dict[str, Any]:

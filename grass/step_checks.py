@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.layer import Layers
 from grass.options import SHARED_KEYS, is_projected, settings_of
 from grass.parallel.ranks import Ranks, checksum
 from grass.parallel.shards import is_sharded
@@ -16,8 +16,6 @@ from grass.state.schema import State
 from grass.validation import check_changed, validate_group
 
 Groups = list[dict[str, Any]]
-Layers = dict[int, CompactLayer]
-"""Converted layers by the ``id`` of their active rows."""
 
 
 class StepChecks:

@@ -157,3 +157,7 @@ class CompactLinear(CompactLayer, nn.Linear):
     """A converted ``nn.Linear``."""
 
     plain_class: type[nn.Module] = nn.Linear
+
+
+Layers = dict[int, CompactLayer]
+"""Converted layers by the ``id`` of their active rows."""

@@ -154,23 +154,25 @@ def _grass(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     return GrassAdamW(model, **config.common, **{**config.grass, "explore": None})
 
 
+def _low_rank_keys(config: OptimizerConfig, scale: str, published: float) -> dict[str, Any]:
+    """The group keys that low-rank peers share; ``scale`` is a peer's name for it, ``published`` its default."""
+    value = published if config.scale is None else config.scale
+    return {"update_proj_gap": config.peer_interval, scale: value, "proj_type": "std"}
+
+
 def _galore(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    scale = 0.25 if config.scale is None else config.scale
-    keys = {"update_proj_gap": config.peer_interval, "scale": scale, "proj_type": "std"}
+    keys = _low_rank_keys(config, "scale", 0.25)
     peer = _peer("galore_torch", "GaLoreAdamW")
     return peer(_low_rank_groups(model, config.rank, keys), **config.common, no_deprecation_warning=True)
 
 
 def _apollo(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    scale = 1.0 if config.scale is None else config.scale
-    keys = {"update_proj_gap": config.peer_interval, "scale": scale, "proj_type": "std"}
-    keys |= {"proj": "random", "scale_type": "channel"}
+    keys = _low_rank_keys(config, "scale", 1.0) | {"proj": "random", "scale_type": "channel"}
     return _peer("apollo_torch", "APOLLOAdamW")(_low_rank_groups(model, config.rank, keys), **config.common)
 
 
 def _fira(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    scale = 1.0 if config.scale is None else config.scale
-    keys = {"update_proj_gap": config.peer_interval, "alpha": scale, "proj_type": "std"}
+    keys = _low_rank_keys(config, "alpha", 1.0)
     peer = _peer("fira", "FiraAdamW")
     return peer(_low_rank_groups(model, config.rank, keys), **config.common, no_deprecation_warning=True)
 
