@@ -10,10 +10,14 @@ state, are quantised again in each step.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import pandas as pd
 import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+from provenance import write
 
 import grass
 from grass.command_line import ArgumentParser
@@ -56,7 +60,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/int8_quality"))
     parser.add_argument("--csv", type=Path, default=Path("runs/int8_quality.csv"))
     args = parser.parse_args()
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for seed in args.seeds:
         for dim in args.dims:
@@ -64,7 +67,7 @@ def main() -> None:
                 loss = final_loss(storage, dim, seed, args)
                 run = {"dim": dim, "rank": args.rank, "seed": seed, "steps": args.steps}
                 rows.append({"weights": storage, **run, "eval_loss": loss})
-                pd.DataFrame(rows).assign(torch=torch.__version__).to_csv(args.csv, index=False, float_format="%.4f")
+                write(pd.DataFrame(rows), args.csv)
     print(pd.DataFrame(rows).to_string(index=False))
 
 

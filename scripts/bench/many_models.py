@@ -12,8 +12,8 @@ rounds, of the first step after the other models have come or gone, which may lo
 from __future__ import annotations
 
 import gc
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +22,9 @@ import pandas as pd
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
+
+sys.path.append(str(Path(__file__).parents[1]))
+from provenance import write
 
 import grass
 from grass.command_line import ArgumentParser
@@ -126,11 +129,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     result = race(args.others, args.repeats, args.rounds)
-    run = {"layers": LAYERS, "rank": RANK, "torch": torch.__version__, "cpu": platform.machine()}
     print(result.to_string(index=False, float_format="%.2f"))
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    result.assign(**run).to_csv(args.csv, index=False, float_format="%.4g")
-    print(f"written to {args.csv}")
+    write(result, args.csv, layers=LAYERS, rank=RANK)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,16 @@ Neither the memory nor a GPU is needed. What a step holds on a GPU beside this i
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from memory_tracking import track
+
+sys.path.append(str(Path(__file__).parents[1]))
+from provenance import write
 
 from grass.command_line import ArgumentParser
 from grass.memory import METHODS, Architecture, Setting, format_bytes, plan
@@ -62,7 +65,6 @@ def row(size: str, method: str, setting: Setting, refresh: bool) -> dict[str, ob
         "planned_peak_gb": planned / 1e9,
         "planned_total_gb": plan(method, model, setting).total / 1e9,
         "tracked_over_planned": measured.peak / planned,
-        "torch": torch.__version__,
     }
 
 
@@ -75,13 +77,11 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=Path("runs/memory.csv"))
     args = parser.parse_args()
     setting = Setting(rank=args.rank, seq_len=args.seq_len)
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for size in args.models:
         for method, changes, refresh in (case for case in CASES if case[0] in args.methods):
             rows.append(row(size, method, replace(setting, **changes), refresh))
-            pd.DataFrame(rows).to_csv(args.csv, index=False, float_format="%.6g")
-    print(f"written to {args.csv}")
+            write(pd.DataFrame(rows), args.csv, digits=6)
 
 
 if __name__ == "__main__":

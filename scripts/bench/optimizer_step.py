@@ -16,8 +16,8 @@ fused AdamW, a pure stream, reaches in the same run.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +27,9 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import nn
+
+sys.path.append(str(Path(__file__).parents[1]))
+from provenance import write
 
 from grass import GrassAdamW, compact
 from grass.command_line import ArgumentParser
@@ -207,12 +210,7 @@ def main() -> None:
         racers = list(contestants(llama_matrices(size), args.fraction, args.only))
         tables.append(table(size, racers, args.repeats, args.interval))
         print(tables[-1].to_string(index=False, float_format="%.2f"), flush=True)
-    result = pd.concat(tables).assign(
-        torch=torch.__version__, cpu=platform.processor() or platform.machine(), threads=torch.get_num_threads()
-    )
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    result.to_csv(args.csv, index=False, float_format="%.4g")
-    print(f"written to {args.csv}")
+    write(pd.concat(tables), args.csv)
 
 
 if __name__ == "__main__":

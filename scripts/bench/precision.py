@@ -13,6 +13,7 @@ stochastically, or kept in float32 rows, they do not.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import nn
+
+sys.path.append(str(Path(__file__).parents[1]))
+from provenance import write
 
 import grass
 from grass.command_line import ArgumentParser
@@ -98,10 +102,7 @@ def main() -> None:
         print(rows[-1], flush=True)
         result = pd.DataFrame(rows)
         result["distance"] /= result["distance"][0]
-        run = {"steps": args.steps, "lr": args.lr, "torch": torch.__version__}
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        result.assign(**run).to_csv(args.csv, index=False, float_format="%.4g")
-    print(f"written to {args.csv}")
+        write(result, args.csv, steps=args.steps, lr=args.lr)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.append(str(Path(__file__).parents[1]))
+from provenance import write
+
 import grass
 from grass.command_line import ArgumentParser
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
@@ -71,9 +74,7 @@ def main() -> None:
                 worker.kill()
         result = table(json.loads(path.read_text()))
     print(result.to_string(index=False, float_format="%.3f"))
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    threads = os.environ.get("OMP_NUM_THREADS", "default")
-    result.assign(torch=torch.__version__, threads=threads).to_csv(args.csv, index=False, float_format="%.5g")
+    write(result, args.csv)
 
 
 @contextmanager

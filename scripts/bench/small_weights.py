@@ -10,8 +10,8 @@ median time per weight, ``least_us`` the least, ``python_us`` the median of what
 
 from __future__ import annotations
 
-import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ import pandas as pd
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
+
+sys.path.append(str(Path(__file__).parents[1]))
+from provenance import write
 
 import grass
 from grass.command_line import ArgumentParser
@@ -100,10 +103,9 @@ def main() -> None:
         rows.append({"optimizer": name, "us": statistics.median(whole), "least_us": min(whole)})
         if name.startswith("grass") and "uncompiled" not in name:
             rows[-1]["python_us"] = statistics.median(outside)
-    result = pd.DataFrame(rows).assign(count=args.count, torch=torch.__version__, cpu=platform.machine())
+    result = pd.DataFrame(rows)
     print(result.to_string(index=False, float_format="%.1f"))
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    result.to_csv(args.csv, index=False, float_format="%.4g")
+    write(result, args.csv, count=args.count)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +25,9 @@ from pathlib import Path
 import pandas as pd
 import torch
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1]))
+from provenance import write
 
 import grass
 from grass.command_line import ArgumentParser
@@ -157,11 +160,7 @@ def main() -> None:
     torch.manual_seed(0)
     result = table(race(args), args.batch_size * args.seq_len)
     print(result.to_string(index=False, float_format="%.3f"))
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    run = {"hidden": args.hidden, "layers": args.layers, "rank": args.rank, "repeats": args.repeats}
-    machine = {"torch": torch.__version__, "cpu": platform.machine(), "threads": torch.get_num_threads()}
-    result.assign(**run, **machine).to_csv(args.csv, index=False, float_format="%.5g")
-    print(f"written to {args.csv}")
+    write(result, args.csv, hidden=args.hidden, layers=args.layers, rank=args.rank, repeats=args.repeats)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path.append(str(Path(__file__).parents[1]))
+from provenance import write
 
 import grass
 from grass.command_line import ArgumentParser
@@ -49,8 +53,7 @@ def main() -> None:
         rows = json.loads((Path(folder) / "rows.json").read_text())
     result = table(rows, args.intervals)
     print(result.to_string(index=False, float_format="%.3f"))
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    result.assign(processes=args.processes, torch=torch.__version__).to_csv(args.csv, index=False, float_format="%.5g")
+    write(result, args.csv, processes=args.processes)
 
 
 def count(process: int, args: argparse.Namespace, folder: str) -> None:

@@ -27,6 +27,9 @@ from grid import Cell, Grid, load_grid
 from pretraining import pretrain
 from results import CURVE, Results
 
+sys.path.append(str(Path(__file__).parents[1]))
+from provenance import commit
+
 from grass.command_line import ArgumentParser
 
 DIRECTORY = Path(__file__).parents[2] / "benchmarks" / "quality"
@@ -92,14 +95,6 @@ def next_cell(grid: Grid, results: Results, locks: Path) -> Iterator[Cell | None
                 yield cell
                 return
     yield None
-
-
-def commit() -> str:
-    """The commit that runs, with a plus sign if tracked files differ from it."""
-    here = Path(__file__).parent
-    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=7", "--dirty=+"]
-    described = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
-    return described.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -21,6 +22,9 @@ import pandas as pd
 import torch
 from run import DIRECTORY
 from tqdm import trange
+
+sys.path.append(str(Path(__file__).parents[1]))
+from provenance import write
 
 from grass.command_line import ArgumentParser
 from grass.memory.llama import LLAMA_SHAPES, llama_config
@@ -64,7 +68,7 @@ def main() -> None:
                 seconds[name].append([timed_step(contestant) for _ in range(args.block)])
     table = pd.DataFrame.from_dict({name: summary(blocks) for name, blocks in seconds.items()}, orient="index")
     table.insert(0, "model", args.model)
-    table.to_csv(args.out, index_label="method")
+    write(table.rename_axis("method").reset_index(), args.out, rounds=args.rounds, block=args.block)
     print(table.to_string())
 
 

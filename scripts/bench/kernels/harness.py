@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +23,9 @@ if SMOKE:  # before Triton is imported
 import pandas as pd  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
+
+sys.path.append(str(Path(__file__).parents[2]))
+from provenance import commit  # noqa: E402
 
 from grass.command_line import ArgumentParser  # noqa: E402
 
@@ -142,13 +144,6 @@ def machine() -> dict[str, str]:
     """What every row says about where it was measured."""
     name = "none: smoke run" if SMOKE else torch.cuda.get_device_name()
     return {"gpu": name, "torch": torch.__version__, "triton": triton.__version__, "commit": commit()}
-
-
-def commit() -> str:
-    """``$GRASS_COMMIT``, or the repository's."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    git = subprocess.run(command, capture_output=True, text=True, check=False)
-    return os.environ.get("GRASS_COMMIT") or git.stdout.strip() or "unknown"
 
 
 def main(name: str, cases: Callable[[], Iterable[Case]], description: str | None) -> None:
