@@ -178,16 +178,18 @@ class LateEvent:
                 self.stream.queue[i] = None
 
 
-@given(st.integers(0, 40), st.sampled_from(["down", "up"]), st.data())
-def test_pinned_rings(slots_filled, direction, data):
-    """Copies run as late as possible or at once; every buffer is read before it is written again."""
+@pytest.mark.parametrize("late", [True, False], ids=["late", "drawn"])
+@pytest.mark.parametrize("direction", ["down", "up"])
+@given(quarters=st.integers(0, 12 * staging.SLOTS), data=st.data())
+def test_pinned_rings(direction, late, quarters, data):
+    """Copies run as late as possible, or at drawn times; every buffer is read before it is written again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "_pinned", lambda size: torch.full((size,), 255, dtype=torch.uint8))
-        patch.setattr(staging, "_stream", lambda device: LateStream(lambda: data.draw(st.booleans())))
+        patch.setattr(staging, "_stream", lambda device: LateStream(lambda: not late and data.draw(st.booleans())))
         patch.setattr(staging, "_start", lambda stream, source, out: stream.start(source, out))
         rings = staging.Staging(torch.device("cpu"), 2 * staging.SLOTS * staging.ALIGNMENT)
         for _ in range(2):
-            size = slots_filled * staging.ALIGNMENT // 4 + data.draw(st.integers(0, 3))
+            size = quarters * staging.ALIGNMENT // 4 + data.draw(st.integers(0, 3))
             source, out = torch.randint(0, 255, (size,), dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
             getattr(rings, direction)(source, out, None)
             assert torch.equal(out, source)
