@@ -9,6 +9,7 @@ look for it by value, and so do switches between ``train()`` and ``eval()``.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ class SyncedRows(ActiveRows):
     """The part of :class:`grass.compact_mode.layer.CompactLayer` that makes weight and active rows agree."""
 
     _synced: tuple[Stamp, Stamp] | None = None  # active's and weight's, when they were known to agree
+    arriving: Callable[[], None] | None = None
     _sharded = False
     _probes = PROBES
 
@@ -56,6 +58,7 @@ class SyncedRows(ActiveRows):
         """
         if torch.compiler.is_compiling() or self._sharded:
             return
+        self.arrive()
         now = self._stamps()
         if now is None or (now == self._synced and not compare and not (probe and self._changed_unseen())):
             return
@@ -70,6 +73,11 @@ class SyncedRows(ActiveRows):
             else:
                 self.write_back()
         self._synced = self._stamps()
+
+    def arrive(self) -> None:
+        """Wait for values that are on their way from the host (:mod:`grass.offload`)."""
+        if self.arriving is not None:
+            self.arriving()
 
     def mark_synced(self) -> None:
         """Note that weight and active rows agree."""
