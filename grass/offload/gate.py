@@ -4,7 +4,7 @@ Active rows of converted layers need no gate: their layer waits when it is used.
 module whose forward uses them, found in the first forward:
 
 - a *block*, an item of the outermost ``ModuleList`` or ``Sequential``, waits for all parameters in it;
-- the outermost module waits for all others that it holds: embeddings, head, norms.
+- the outermost module waits for all others that it holds: embeddings, head, norms, and what modules share.
 
 So a parameter is on the device before any code of its block runs, also where another module than its owner reads it.
 Parameters that no such module holds (or whose module is compiled, which hooks do not enter) are waited for in ``step``.
@@ -14,6 +14,7 @@ Parameters that no such module holds (or whose module is compiled, which hooks d
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -70,11 +71,13 @@ class Gate:
         self._search.remove()
         self._search = None
         blocks = [] if _is_compiled(module) else list(_blocks(module))
-        inside = {p for block in blocks for p in block.parameters()}
-        self._guard(module, [p for p in held if p not in inside])
-        self._wait_for([p for p in held if p not in inside])
+        owners = Counter(p for submodule in module.modules() for p in submodule.parameters(recurse=False))
+        inside = {p for block in blocks for p in block.parameters() if owners[p] == 1}
+        outside = [p for p in held if p not in inside]
+        self._guard(module, outside)
+        self._wait_for(outside)
         for block in blocks:
-            self._guard(block, [p for p in block.parameters() if p in self._parameters])
+            self._guard(block, [p for p in block.parameters() if p in self._parameters and p in inside])
         for submodule in module.modules():
             own = [p for p in submodule.parameters(recurse=False) if p in self._parameters]
             if own:
