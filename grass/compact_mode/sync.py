@@ -96,7 +96,7 @@ class SyncedRows(ActiveRows):
     @torch.no_grad()
     def reload(self) -> None:
         """Copy the weight's rows into the active rows."""
-        self.rows().copy_(self.gather(self.active_projector()))
+        self.gather(self.active_projector(), out=self.rows())
 
     def _changed_unseen(self) -> bool:
         """Whether the first active row differs from the weight's, as after ``p.data -= p.grad``.
