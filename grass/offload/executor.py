@@ -20,8 +20,8 @@ class Executor:
     """Runs tasks in the background, those of each resource one at a time and in the order in which they came.
 
     Threads start with the first task of their resource and run under ``torch.no_grad()``. They do not keep the process
-    alive, and end when the executor is garbage or closed. A copy, an unpickled executor and the executor in a forked
-    child start without tasks and threads: finish with :meth:`drain` before.
+    alive. They end when the executor is closed or garbage-collected. A copy of the executor, pickled or not, starts
+    without tasks and threads, and so does the executor in a forked child: :meth:`drain` before.
 
     The first fault ends everything: no other task starts, and every later call raises.
 

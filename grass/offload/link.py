@@ -74,11 +74,12 @@ class Link:
         Raises:
             ValueError: device, shape, dtype or layout is wrong.
         """
+        start = time.perf_counter()
         self._check(source, out, "source", "out")
         if self._staging is not None:
             self._staging.down(_bytes_of(source), _bytes_of(out), after)
         else:
-            self._down.copy(_bytes_of(source), _bytes_of(out))
+            self._down.copy(_bytes_of(source), _bytes_of(out), start)
         self.bytes_down += source.nbytes
 
     def up(self, source: Tensor, out: Tensor, after: torch.cuda.Event | None = None) -> None:
@@ -93,11 +94,12 @@ class Link:
         Raises:
             ValueError: device, shape, dtype or layout is wrong.
         """
+        start = time.perf_counter()
         self._check(out, source, "out", "source")
         if self._staging is not None:
             self._staging.up(_bytes_of(source), _bytes_of(out), after)
         else:
-            self._up.copy(_bytes_of(source), _bytes_of(out))
+            self._up.copy(_bytes_of(source), _bytes_of(out), start)
         self.bytes_up += source.nbytes
 
     def _check(self, on_device: Tensor, on_host: Tensor, device_name: str, host_name: str) -> None:
@@ -134,9 +136,8 @@ class _Pace:
         self._credit = 0.0
         self._last = 0.0
 
-    def copy(self, source: Tensor, out: Tensor) -> None:
-        """Copy bytes, ``(n,)`` to ``(n,)``."""
-        now = time.perf_counter()
+    def copy(self, source: Tensor, out: Tensor, now: float) -> None:
+        """Copy bytes, ``(n,)`` to ``(n,)``; the call for it came at the time ``now``."""
         self._credit = max(0.0, self._credit - (now - self._last))
         for start in range(0, source.numel(), PIECE):
             piece = slice(start, start + PIECE)
@@ -168,8 +169,10 @@ def _bytes_of(tensor: Tensor) -> Tensor:
         ValueError: there are gaps between the values, or some share memory.
     """
     tensor = tensor.detach()
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    dense = tensor if tensor.is_contiguous() else tensor.permute(order)
+    dense = tensor
+    if not tensor.is_contiguous():
+        dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     if not dense.is_contiguous():
-        raise ValueError(f"Takes tensors without gaps, got shape {tuple(tensor.shape)} with strides {tensor.stride()}")
+        shape = tuple(tensor.shape)
+        raise ValueError(f"A copy needs tensors without gaps, got shape {shape} with strides {tensor.stride()}")
     return dense.view(-1).view(torch.uint8)

@@ -19,7 +19,7 @@ SHOWN = 5
 class Queues:
     """The queues of one executor, guarded by one lock: ``with queues: ...``.
 
-    Threads hold this object but not the executor, which can thus be garbage while they wait.
+    Threads refer to this object, not to the executor. The executor can be garbage-collected while they wait.
 
     Attributes:
         process: which process the threads belong to.

@@ -24,7 +24,7 @@ class Task:
         resource: which resource runs it; one of :data:`RESOURCES`.
         amount: bytes for ``"down"`` and ``"up"``, elements for ``"host"`` and ``"device"``.
         after: tasks that must end before this one starts.
-        work: what to do; what it returns is dropped. ``None``: nothing, as simulations and joints between tasks need.
+        work: what to do; what it returns is dropped. ``None``: nothing, as in a simulation or a pure ordering point.
         start: when it started, in seconds of ``time.perf_counter()``; ``None`` before.
         end: when it ended; ``None`` before.
     """

@@ -61,7 +61,7 @@ def test_measured_link_is_the_one_given(brief, monkeypatch):
     slow = Link("cpu", 50e6)
     found = Machine.measure("cpu", link=slow)
     assert max(found.down_rate, found.up_rate) <= 1.001 * 50e6
-    assert slow.bytes_down > slow.bytes_up > 0
+    assert min(slow.bytes_down, slow.bytes_up) > 0
 
 
 def test_link_of_another_device():
