@@ -53,7 +53,8 @@ class GrassAdamW(Optimizer):
     trained best in ``docs/quality.md``; ``**grass.PAPER`` gives the paper's.
 
     Groups with ``rank=None`` and tensors of fewer than two dimensions are plain AdamW, computed by torch. Weights of
-    more than two dimensions are treated as ``(shape[0], -1)`` matrices. Every argument is also a group key.
+    more than two dimensions are treated as ``(shape[0], -1)`` matrices. Every argument but ``offload`` is also a group
+    key.
 
     Args:
         params: tensors, named tensors or groups, as for any ``torch.optim`` optimizer, or a converted model.
@@ -159,8 +160,7 @@ class GrassAdamW(Optimizer):
         differentiable: bool = False,
         offload: Offload | str | None = None,
     ) -> None:
-        own = ("self", "params", "offload", "__class__")
-        defaults = {key: value for key, value in locals().items() if key not in own}
+        defaults = {k: v for k, v in locals().items() if k not in ("self", "params", "offload", "__class__")}
         options = Offload.of(offload)
         self.offload = None if options is None else Engine(options)
         self._background = Background()

@@ -2,14 +2,15 @@
 
 ``optimizer.step`` queues, parameter by parameter in forward order, the gradient's way down, the update on the host, and
 the values' way up, and returns. The next forward waits for each parameter when it comes to it
-(:mod:`grass.offload.gate`). Nothing is stale: the next forward sees every weight stepped by this gradient.
+(:mod:`grass.offload.gate`). Nothing is stale: the next forward sees every weight stepped by this gradient. Some
+parameters may be stepped by the device instead (:mod:`grass.offload.visits`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ from grass.offload.executor import Executor
 from grass.offload.gate import Gate
 from grass.offload.link import Link
 from grass.offload.options import Offload
-from grass.offload.replicas import LayerReplica, Replica, to_host
+from grass.offload.replicas import LayerReplica, Replica
+from grass.offload.schedule import Unit, placement, schedule
 from grass.offload.tasks import Task
+from grass.offload.tuning import Tuning
+from grass.offload.visits import Visit, bring_to_host, state_bytes
 from grass.options import Options
 from grass.parallel.background import Background
 from grass.parallel.shards import is_sharded
@@ -31,38 +35,64 @@ from grass.stepping.whole import WholeStep
 Groups = list[dict[str, Any]]
 
 
+class Member(NamedTuple):
+    """A parameter that has a gradient, its group, and its place among all parameters."""
+
+    parameter: Tensor
+    group: dict[str, Any]
+    position: int
+
+
+class Sizes(NamedTuple):
+    """What a parameter's step on the host and its visit to the device copy, in bytes, and the elements stepped."""
+
+    elements: int
+    down: int
+    up: int
+    state: int
+
+
 class Engine:
     """``optimizer.offload``: the replicas of an optimizer's parameters, and what steps them.
 
+    ``print`` shows the measured rates, the fraction, the predicted and the measured step.
+
     Attributes:
         options: as the user gave them.
+        last_tasks: the tasks of the last step, for :mod:`grass.offload.timeline`.
     """
 
     def __init__(self, options: Offload) -> None:
         self.options = options
+        self.last_tasks: list[Task] = []
         self._executor = Executor(deadline=options.deadline)
         self._links: dict[torch.device, Link] = {}
         self._replicas: dict[Tensor, Replica] = {}
         self._pending: dict[Tensor, Task] = {}
+        self._sizes: dict[Tensor, Sizes] = {}
         self._gate = Gate(self.finish)
-        self.last_tasks: list[Task] = []
+        self._tuning = Tuning(options.fraction)
+        self._measured: float | None = None
 
     def step(self, groups: Groups, whole: WholeStep) -> None:
         """Queue the step of all parameters that have a gradient."""
-        host = WholeStep({}, {}, whole.ranks, Background(), {}, chosen=whole.chosen)
-        tasks: dict[Tensor, list[Task]] = {}
-        together = not self.options.overlap
-        host.options.update((id(group), _fixed(Options.of(group))) for group in groups)
-        every = [(p, group) for group in groups for p in group["params"]]
-        for position, (p, group) in enumerate(every):
-            if p.grad is not None:
-                options = host.options[id(group)]
-                together |= whole.ranks.group is not None and _chooses(whole.states[p], options)
-                replica = self._enter(p, whole, host, options)
-                tasks[p] = self._tasks(replica, host, group, position)
-        self._gate.watch(p for p in tasks if self._replicas[p].layer is None)
-        self._submit(tasks)
-        self.finish(tasks if together else [p for p in tasks if not self._is_waited_for(p)])
+        host, device = _beside(whole), _beside(whole)
+        for group in groups:
+            host.options[id(group)] = device.options[id(group)] = _fixed(Options.of(group))
+        members = self._members(groups)
+        chooses = whole.ranks.group is not None and any(
+            _chooses(whole.states[m.parameter], host.options[id(m.group)]) for m in members
+        )
+        fraction = 0.0 if chooses else self._tuning.fraction  # ranks communicate in one order: in one thread
+        there = placement(fraction, [m.parameter.numel() for m in members])
+        units = [
+            self._visit(m, whole, device) if visits else self._send(m, whole, host)
+            for m, visits in zip(members, there, strict=True)
+        ]
+        self._submit(members, units)
+        everything = chooses or not self.options.overlap
+        self.finish(m.parameter for m in members if everything or not self._is_waited_for(m.parameter, whole))
+        whole.chosen.extend(host.chosen + device.chosen if chooses else [])
 
     def finish(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Wait until parameters have the values that the last step gave them; by default all.
@@ -70,21 +100,22 @@ class Engine:
         Raises:
             RuntimeError: a copy or an update has failed, or takes longer than the deadline.
         """
-        for p in list(self._pending) if parameters is None else parameters:
+        for p in list(self._pending if parameters is None else parameters):
             task = self._pending.get(p)
-            if task is not None:
-                self._executor.wait(task)
-                if self._pending.pop(p, None) is not None:
-                    with torch.no_grad():
-                        self._replicas[p].arrive()
+            if task is None:
+                continue
+            self._executor.wait(task)
+            if self._pending.pop(p, None) is not None and p in self._replicas:
+                with torch.no_grad():
+                    self._replicas[p].arrive()
+        if parameters is None:
+            self._learn()
 
     def rebuild(self, states: dict[Tensor, State]) -> None:
         """Bring loaded state to the host; replicas are made again from the parameters."""
         self._replicas.clear()
         for state in states.values():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.device.type != "cpu":
-                    state[key] = to_host(value)
+            bring_to_host(state)
 
     def link(self, device: torch.device) -> Link:
         """The link to a device."""
@@ -92,52 +123,116 @@ class Engine:
             self._links[device] = Link(device, bytes_per_second=self.options.bytes_per_second)
         return self._links[device]
 
-    def _replica(self, p: Tensor, layer: CompactLayer | None) -> Replica:
-        replica = self._replicas.get(p)
-        if replica is None or not replica.is_current():
-            if is_sharded(p):
-                raise ValueError("offload takes whole parameters, got a DTensor, as FSDP2 and tensor parallelism make")
-            if layer is not None and layer.weights:
-                raise ValueError(f"offload does not take weights={layer.weights!r}: convert with weights=None")
-            self._replicas[p] = replica = Replica(p) if layer is None else LayerReplica(layer)
-            if layer is not None:
-                layer.arriving = _Arriving(self, p)
-        return replica
+    def plan(self, fraction: float) -> list[Task]:
+        """The tasks of a step in which the device takes this fraction, without work."""
+        there = placement(fraction, [p.numel() for p in self._sizes])
+        every = zip(self._sizes.values(), there, strict=True)
+        units = [
+            Unit("", True, s.elements, s.state, s.state) if visits else Unit("", False, s.elements, s.down, s.up)
+            for s, visits in every
+        ]
+        return schedule(units)[0]
 
-    def _tasks(self, replica: Replica, host: WholeStep, group: dict[str, Any], position: int) -> list[Task]:
-        link = self.link(replica.device.device)
-        replica.begin(link, decays_all=host.options[id(group)].decay == "all")
-        name = _name(group, replica, position)
-        down = Task(f"{name} gradient", "down", replica.bytes_down(), work=lambda: replica.take(link))
-        update = Task(
-            f"{name} update",
-            "host",
-            replica.host.numel(),
-            after=(down,),
-            work=lambda: host.advance(group, [(position, replica.host)]),
-        )
-        up = Task(f"{name} values", "up", replica.bytes_up(), after=(update,), work=lambda: replica.give(link))
-        return [down, update, up]
+    def __repr__(self) -> str:
+        machine, predicted = self._tuning.machine, self._tuning.predicted(self.plan)
+        if machine is None or predicted is None or self._measured is None:
+            return f"{self.options}: nothing measured yet"
+        rates = f"host {machine.host_rate / 1e6:.0f} M elements/s, device {machine.device_rate / 1e6:.0f} M elements/s"
+        link = f"down {machine.down_rate / 1e9:.2f} GB/s, up {machine.up_rate / 1e9:.2f} GB/s"
+        step = f"step predicted {predicted * 1e3:.1f} ms, measured {self._measured * 1e3:.1f} ms"
+        return f"{self.options}: the device takes {self._tuning.fraction:.0%}; {rates}; {link}; {step}"
 
-    def _enter(self, p: Tensor, whole: WholeStep, host: WholeStep, options: Options) -> Replica:
-        """Put a parameter's replica in its place in the host's step."""
-        replica, state = self._replica(p, whole.layers.get(id(p))), whole.states[p]
+    def _members(self, groups: Groups) -> list[Member]:
+        """The parameters that have a gradient, in forward order."""
+        every = [(p, group) for group in groups for p in group["params"]]
+        found = {p: Member(p, group, i) for i, (p, group) in enumerate(every) if p.grad is not None}
+        self._gate.watch(found)
+        return [found[p] for p in self._gate.order(list(found))]
+
+    def _send(self, member: Member, whole: WholeStep, host: WholeStep) -> Unit:
+        """The unit of a parameter that the host steps."""
+        p, group, position = member
+        replica, state, link = self._replica(p, whole.layers.get(id(p))), whole.states[p], self.link(p.device)
         host.states[replica.host] = state
         if replica.layer is not None:
             host.layers[id(replica.host)] = replica.layer
-        if p in whole.given_norms and _chooses(state, options):
+        if p in whole.given_norms and _chooses(state, host.options[id(group)]):
             host.given_norms[replica.host] = whole.given_norms.pop(p).cpu()
         whole.stepped.add(id(p))
+        replica.begin(link, decays_all=host.options[id(group)].decay == "all")
+        self._sizes[p] = Sizes(p.numel(), replica.bytes_down(), replica.bytes_up(), state_bytes(state))
+        return Unit(
+            _name(replica.layer, position),
+            False,
+            *self._sizes[p][:3],
+            down=lambda: replica.take(link),
+            update=lambda: host.advance(group, [(position, replica.host)]),
+            up=lambda: replica.give(link),
+        )
+
+    def _visit(self, member: Member, whole: WholeStep, device: WholeStep) -> Unit:
+        """The unit of a parameter that the device steps."""
+        p, group, position = member
+        layer, link = whole.layers.get(id(p)), self.link(p.device)
+        visit = Visit(p, whole.states[p], layer)
+        self._replicas.pop(p, None)
+        self._watch(p, layer)
+        whole.stepped.add(id(p))
+        if layer is not None:
+            device.layers[id(visit.parameter)] = layer
+        if p in whole.given_norms and _chooses(whole.states[p], device.options[id(group)]):
+            device.given_norms[visit.parameter] = whole.given_norms.pop(p)
+        size = state_bytes(whole.states[p])
+        self._sizes.setdefault(p, Sizes(p.numel(), p.nbytes, p.nbytes, size))
+        return Unit(
+            _name(layer, position),
+            True,
+            p.numel(),
+            size,
+            size,
+            down=lambda: visit.down(link),
+            update=lambda: visit.step(device, group, position),
+            up=lambda: visit.up(link),
+        )
+
+    def _replica(self, p: Tensor, layer: CompactLayer | None) -> Replica:
+        replica = self._replicas.get(p)
+        if replica is None or not replica.is_current():
+            self._watch(p, layer)
+            self._replicas[p] = replica = Replica(p) if layer is None else LayerReplica(layer)
         return replica
 
-    def _submit(self, tasks: dict[Tensor, list[Task]]) -> None:
-        order = self._gate.order(list(tasks))
-        self.last_tasks = [task for p in order for task in tasks[p]]
-        self._pending = {p: tasks[p][-1] for p in order}
-        self._executor.submit(self.last_tasks)
+    def _watch(self, p: Tensor, layer: CompactLayer | None) -> None:
+        """Make a converted layer wait for its rows.
 
-    def _is_waited_for(self, p: Tensor) -> bool:
-        return self._replicas[p].layer is not None or self._gate.guards(p)
+        Raises:
+            ValueError: the parameter cannot be offloaded.
+        """
+        if is_sharded(p):
+            raise ValueError("offload takes whole parameters, got a DTensor, as FSDP2 and tensor parallelism make")
+        if layer is not None and layer.weights:
+            raise ValueError(f"offload does not take weights={layer.weights!r}: convert with weights=None")
+        if layer is not None:
+            layer.arriving = _Arriving(self, p)
+
+    def _submit(self, members: list[Member], units: list[Unit]) -> None:
+        tasks, ends = schedule(units)
+        self.last_tasks = tasks
+        self._pending = {m.parameter: end for m, end in zip(members, ends, strict=True)}
+        self._executor.submit(tasks)
+
+    def _learn(self) -> None:
+        """Measure the step that has ended."""
+        tasks = self.last_tasks
+        if tasks and all(task.done for task in tasks) and self._measured_tasks is not tasks:
+            self._measured_tasks = tasks
+            self._measured = max(t.end or 0.0 for t in tasks) - min(t.start or 0.0 for t in tasks)
+            self._tuning.learn(tasks, self.plan)
+
+    _measured_tasks: list[Task] | None = None
+
+    def _is_waited_for(self, p: Tensor, whole: WholeStep) -> bool:
+        return id(p) in whole.layers or self._gate.guards(p)
 
 
 class _Arriving:
@@ -153,6 +248,11 @@ class _Arriving:
         return type(None), ()  # a copied layer waits for nothing
 
 
+def _beside(whole: WholeStep) -> WholeStep:
+    """A step of some of the parameters, in a thread of its own."""
+    return WholeStep({}, {}, whole.ranks, Background(), {})
+
+
 def _fixed(options: Options) -> Options:
     """The options as they are now: a scheduler may change the learning rate before the host reads it."""
     return replace(options, lr=float(options.lr))
@@ -163,7 +263,5 @@ def _chooses(state: State, options: Options) -> bool:
     return not state or ("indices" in state and refresh_due(state, options))
 
 
-def _name(group: dict[str, Any], replica: Replica, position: int) -> str:
-    if replica.layer is not None and replica.layer.label:
-        return replica.layer.label
-    return f"parameter {position}"
+def _name(layer: CompactLayer | None, position: int) -> str:
+    return layer.label if layer is not None and layer.label else f"parameter {position}"

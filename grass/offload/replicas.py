@@ -73,11 +73,7 @@ class Replica:
     def take(self, link: Link) -> None:
         """Copy the gradient down."""
         link.down(self._source, self._grad, self._mark)
-        if self._source._version != self._source_version:
-            raise RuntimeError(
-                f"The gradient of a parameter of shape {tuple(self.device.shape)} was changed in place before the "
-                "host had it: call zero_grad(set_to_none=True), its default, or optimizer.offload.finish() before"
-            )
+        check_unchanged(self.device, self._source_version, self._source)
         del self._source
         self.host.grad = self._grad
 
@@ -168,6 +164,27 @@ class LayerReplica(Replica):
 
     def _stamp(self) -> Any:
         return self.source._stamps(), self.source.selections
+
+
+def gradient_version(parameter: Tensor) -> int:
+    """How often the gradient has been changed in place."""
+    assert parameter.grad is not None
+    return parameter.grad._version
+
+
+def check_unchanged(parameter: Tensor, version: int, grad: Tensor | None = None) -> None:
+    """Check that a gradient has not been changed in place since ``optimizer.step``.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    grad = parameter.grad if grad is None else grad
+    assert grad is not None
+    if grad._version != version:
+        raise RuntimeError(
+            f"The gradient of a parameter of shape {tuple(parameter.shape)} was changed in place before the step had "
+            "read it: call zero_grad(set_to_none=True), its default, or optimizer.offload.finish() before"
+        )
 
 
 def to_host(tensor: Tensor) -> Tensor:

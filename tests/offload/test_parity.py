@@ -40,6 +40,18 @@ def test_equals_the_resident_optimizer(mode: Mode, options: dict[str, Any]) -> N
     assert same(*results)
 
 
+@pytest.mark.parametrize("fraction", [0.3, 0.5, 1.0, "auto"])
+@pytest.mark.parametrize("mode", MODES)
+def test_any_fraction_may_be_stepped_on_the_device(mode: Mode, fraction: float | str) -> None:
+    results = []
+    for offload in (None, Offload(fraction=fraction, bytes_per_second=3e6)):
+        model, optimizer = build(mode, offload=offload, selection="multinomial_norm", state_policy="bank")
+        results.append(outcome(model, optimizer, train(model, optimizer, 13)))
+    assert same(*results)
+    assert optimizer.offload is not None
+    assert "predicted" in repr(optimizer.offload)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_accumulation_freezing_and_a_second_group(mode: Mode) -> None:
     results = []
