@@ -10,18 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
+from grass.cpu.kernel import use_threads
 from grass.offload.executor import Executor
 from grass.offload.gate import Gate
+from grass.offload.home import Home
 from grass.offload.link import Link
 from grass.offload.options import Offload
 from grass.offload.replicas import LayerReplica, Replica
 from grass.offload.schedule import Unit, placement, schedule
+from grass.offload.sizes import Sizes, bytes_at_home
 from grass.offload.tasks import Task
 from grass.offload.tuning import Tuning
 from grass.offload.visits import Visit, bring_to_host, state_bytes
@@ -35,21 +39,8 @@ from grass.stepping.whole import WholeStep
 Groups = list[dict[str, Any]]
 
 
-class Member(NamedTuple):
-    """A parameter that has a gradient, its group, and its place among all parameters."""
-
-    parameter: Tensor
-    group: dict[str, Any]
-    position: int
-
-
-class Sizes(NamedTuple):
-    """What a parameter's step on the host and its visit to the device copy, in bytes, and the elements stepped."""
-
-    elements: int
-    down: int
-    up: int
-    state: int
+Place = tuple[Tensor, dict[str, Any], int]
+"""A parameter that has a gradient, its group, and its place among all parameters."""
 
 
 class Engine:
@@ -70,6 +61,8 @@ class Engine:
         self._replicas: dict[Tensor, Replica] = {}
         self._pending: dict[Tensor, Task] = {}
         self._sizes: dict[Tensor, Sizes] = {}
+        self._home = Home(options.path)
+        self._at_home: dict[Tensor, dict[str, Tensor]] = {}
         self._gate = Gate(self.finish)
         self._tuning = Tuning(options.fraction)
         self._measured: float | None = None
@@ -80,18 +73,22 @@ class Engine:
         for group in groups:
             host.options[id(group)] = device.options[id(group)] = _fixed(Options.of(group))
         members = self._members(groups)
+        if not self._replicas:
+            self._home.check_room(
+                sum(bytes_at_home(p, whole.layers.get(id(p)), host.options[id(group)]) for p, group, _ in members)
+            )
         chooses = whole.ranks.group is not None and any(
-            _chooses(whole.states[m.parameter], host.options[id(m.group)]) for m in members
+            _chooses(whole.states[p], host.options[id(group)]) for p, group, _ in members
         )
         fraction = 0.0 if chooses else self._tuning.fraction  # ranks communicate in one order: in one thread
-        there = placement(fraction, [m.parameter.numel() for m in members])
+        there = placement(fraction, [p.numel() for p, *_ in members])
         units = [
             self._visit(m, whole, device) if visits else self._send(m, whole, host)
             for m, visits in zip(members, there, strict=True)
         ]
         self._submit(members, units)
         everything = chooses or not self.options.overlap
-        self.finish(m.parameter for m in members if everything or not self._is_waited_for(m.parameter, whole))
+        self.finish(p for p, *_ in members if everything or not self._is_waited_for(p, whole))
         whole.chosen.extend(host.chosen + device.chosen if chooses else [])
 
     def finish(self, parameters: Iterable[Tensor] | None = None) -> None:
@@ -114,6 +111,7 @@ class Engine:
     def rebuild(self, states: dict[Tensor, State]) -> None:
         """Bring loaded state to the host; replicas are made again from the parameters."""
         self._replicas.clear()
+        self._at_home.clear()
         for state in states.values():
             bring_to_host(state)
 
@@ -142,14 +140,14 @@ class Engine:
         step = f"step predicted {predicted * 1e3:.1f} ms, measured {self._measured * 1e3:.1f} ms"
         return f"{self.options}: the device takes {self._tuning.fraction:.0%}; {rates}; {link}; {step}"
 
-    def _members(self, groups: Groups) -> list[Member]:
+    def _members(self, groups: Groups) -> list[Place]:
         """The parameters that have a gradient, in forward order."""
         every = [(p, group) for group in groups for p in group["params"]]
-        found = {p: Member(p, group, i) for i, (p, group) in enumerate(every) if p.grad is not None}
+        found = {p: (p, group, i) for i, (p, group) in enumerate(every) if p.grad is not None}
         self._gate.watch(found)
         return [found[p] for p in self._gate.order(list(found))]
 
-    def _send(self, member: Member, whole: WholeStep, host: WholeStep) -> Unit:
+    def _send(self, member: Place, whole: WholeStep, host: WholeStep) -> Unit:
         """The unit of a parameter that the host steps."""
         p, group, position = member
         replica, state, link = self._replica(p, whole.layers.get(id(p))), whole.states[p], self.link(p.device)
@@ -165,12 +163,19 @@ class Engine:
             _name(replica.layer, position),
             False,
             *self._sizes[p][:3],
-            down=lambda: replica.take(link),
-            update=lambda: host.advance(group, [(position, replica.host)]),
-            up=lambda: replica.give(link),
+            down=partial(replica.take, link),
+            update=partial(self._update, host, member, replica),
+            up=partial(replica.give, link),
         )
 
-    def _visit(self, member: Member, whole: WholeStep, device: WholeStep) -> Unit:
+    def _update(self, host: WholeStep, member: Place, replica: Replica) -> None:
+        """Step a parameter on the host, in the executor's thread."""
+        use_threads(self.options.threads)
+        p, group, position = member
+        host.advance(group, [(position, replica.host)])
+        self._home.settle(host.states[replica.host], self._at_home.setdefault(p, {}))
+
+    def _visit(self, member: Place, whole: WholeStep, device: WholeStep) -> Unit:
         """The unit of a parameter that the device steps."""
         p, group, position = member
         layer, link = whole.layers.get(id(p)), self.link(p.device)
@@ -183,23 +188,23 @@ class Engine:
         if p in whole.given_norms and _chooses(whole.states[p], device.options[id(group)]):
             device.given_norms[visit.parameter] = whole.given_norms.pop(p)
         size = state_bytes(whole.states[p])
-        self._sizes.setdefault(p, Sizes(p.numel(), p.nbytes, p.nbytes, size))
+        self._sizes[p] = self._sizes.get(p, Sizes(p.numel(), p.nbytes, p.nbytes, 0))._replace(state=size)
         return Unit(
             _name(layer, position),
             True,
             p.numel(),
             size,
             size,
-            down=lambda: visit.down(link),
-            update=lambda: visit.step(device, group, position),
-            up=lambda: visit.up(link),
+            down=partial(visit.down, link),
+            update=partial(visit.step, device, group, position),
+            up=partial(visit.up, link),
         )
 
     def _replica(self, p: Tensor, layer: CompactLayer | None) -> Replica:
         replica = self._replicas.get(p)
         if replica is None or not replica.is_current():
             self._watch(p, layer)
-            self._replicas[p] = replica = Replica(p) if layer is None else LayerReplica(layer)
+            self._replicas[p] = replica = Replica(p, self._home) if layer is None else LayerReplica(layer, self._home)
         return replica
 
     def _watch(self, p: Tensor, layer: CompactLayer | None) -> None:
@@ -215,10 +220,10 @@ class Engine:
         if layer is not None:
             layer.arriving = _Arriving(self, p)
 
-    def _submit(self, members: list[Member], units: list[Unit]) -> None:
+    def _submit(self, members: list[Place], units: list[Unit]) -> None:
         tasks, ends = schedule(units)
         self.last_tasks = tasks
-        self._pending = {m.parameter: end for m, end in zip(members, ends, strict=True)}
+        self._pending = {p: end for (p, *_), end in zip(members, ends, strict=True)}
         self._executor.submit(tasks)
 
     def _learn(self) -> None:

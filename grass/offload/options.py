@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,10 @@ class Offload:
         fraction: share of the parameters' elements that the device steps, while the host steps the others: their state
             visits the device (:mod:`grass.offload.visits`). ``"auto"`` measures the first steps and takes the share
             that a simulation finds fastest.
-        threads: threads of the host's update; ``None``: as many as torch uses. Results depend on their number as those
-            of the resident optimizer do.
+        threads: threads of the CPU kernel; ``None``: as many as torch uses. Results depend on their number as those of
+            the resident optimizer do. Parameters at full rank are stepped by torch, with torch's threads.
+        path: a directory: moments, bank and the copies of the weights lie in memory-mapped files there, which may be
+            larger than the host's memory. ``None``: in memory.
         overlap: return from ``optimizer.step()`` before the host has finished; ``False`` waits.
         deadline: seconds after which a copy or an update that has not ended is an error.
         bytes_per_second: for devices that are the CPU itself: slows copies down to this rate in each direction, so that
@@ -30,6 +33,7 @@ class Offload:
 
     fraction: float | str = 0.0
     threads: int | None = None
+    path: str | os.PathLike[str] | None = None
     overlap: bool = True
     deadline: float = 600.0
     bytes_per_second: float | None = None
@@ -41,6 +45,8 @@ class Offload:
             self._check("fraction", "a number in [0, 1] or 'auto'", lambda v: 0 <= v <= 1)
         if self.threads is not None:
             self._check("threads", "an integer >= 1 or None", lambda v: v >= 1, int)
+        if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
+            raise TypeError(f"Invalid path={self.path!r}: must be a path or None")
         self._check("deadline", "a finite number > 0", lambda v: 0 < v < math.inf)
         if self.bytes_per_second is not None:
             self._check("bytes_per_second", "a finite number > 0 or None", lambda v: 0 < v < math.inf)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
+from grass.offload.home import Home
 from grass.offload.link import Link
 from grass.selection.projector import Projector
 
@@ -39,9 +40,9 @@ class Replica:
 
     layer: CompactLayer | None = None
 
-    def __init__(self, parameter: Tensor) -> None:
+    def __init__(self, parameter: Tensor, home: Home) -> None:
         self.device = parameter
-        self.host: Tensor = nn.Parameter(to_host(parameter), requires_grad=False)
+        self.host: Tensor = nn.Parameter(home.copy(parameter), requires_grad=False)
         self._grad = torch.empty(0)
         self._version = self._stamp()
 
@@ -95,9 +96,9 @@ class LayerReplica(Replica):
 
     layer: CompactLayer
 
-    def __init__(self, layer: CompactLayer) -> None:
+    def __init__(self, layer: CompactLayer, home: Home) -> None:
         self.source = layer
-        self.layer = host_layer(layer)
+        self.layer = host_layer(layer, home)
         self.device, self.host = layer.active, self.layer.active
         self._grad = torch.empty(0)
         self._rows: Tensor | None = None
@@ -193,7 +194,7 @@ def to_host(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor.detach())
 
 
-def host_layer(layer: CompactLayer) -> CompactLayer:
+def host_layer(layer: CompactLayer, home: Home) -> CompactLayer:
     """A converted layer with the same values in host memory, without hooks and not registered."""
     copy: Any = type(layer).__new__(type(layer))
     state = dict(vars(layer))
@@ -202,7 +203,7 @@ def host_layer(layer: CompactLayer) -> CompactLayer:
             state[name] = OrderedDict()
     parameters = {"weight": layer.weight, "active": layer.active}
     state["_parameters"] = {
-        name: nn.Parameter(to_host(p), requires_grad=p.requires_grad) for name, p in parameters.items()
+        name: nn.Parameter(home.copy(p), requires_grad=p.requires_grad) for name, p in parameters.items()
     }
     state["_parameters"]["bias"] = None
     state["_buffers"] = {name: None if b is None else to_host(b) for name, b in layer._buffers.items()}

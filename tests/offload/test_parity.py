@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +40,24 @@ def test_equals_the_resident_optimizer(mode: Mode, options: dict[str, Any]) -> N
         model, optimizer = build(mode, offload=offload, **options)
         results.append(outcome(model, optimizer, train(model, optimizer, 13)))
     assert same(*results)
+
+
+@pytest.mark.parametrize("policy", ["keep", "bank"])
+@pytest.mark.parametrize("mode", MODES)
+def test_state_may_lie_in_files(mode: Mode, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grass.offload.home.SMALLEST", 256)
+    results = []
+    for offload in (None, Offload(path=tmp_path)):
+        model, optimizer = build(mode, offload=offload, selection="multinomial_norm", state_policy=policy)
+        results.append(outcome(model, optimizer, train(model, optimizer, 13)))
+    assert same(*results)
+    assert list(tmp_path.iterdir())
+    state = next(state for state in optimizer.state.values() if state["exp_avg"].nbytes >= 256)
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    assert state["exp_avg"].untyped_storage().is_shared()
+    del model, optimizer, state
+    gc.collect()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.5, 1.0, "auto"])
