@@ -7,12 +7,16 @@ the values' way up, and returns. The next forward waits for each parameter when 
 
 from __future__ import annotations
 
+import logging
+import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from grass.compact_mode.layer import CompactLayer
 from grass.offload.executor import Executor
@@ -27,6 +31,8 @@ from grass.parallel.shards import is_sharded
 from grass.state.refresh import refresh_due
 from grass.state.schema import State
 from grass.stepping.whole import WholeStep
+
+logger = logging.getLogger("grass")
 
 Groups = list[dict[str, Any]]
 
@@ -60,7 +66,7 @@ class Engine:
                 together |= whole.ranks.group is not None and _chooses(whole.states[p], options)
                 replica = self._enter(p, whole, host, options)
                 tasks[p] = self._tasks(replica, host, group, position)
-        self._gate.watch(p for p in tasks if self._replicas[p].layer is None)
+        self._gate.watch(tasks)
         self._submit(tasks)
         self.finish(tasks if together else [p for p in tasks if not self._is_waited_for(p)])
 
@@ -75,8 +81,21 @@ class Engine:
             if task is not None:
                 self._executor.wait(task)
                 if self._pending.pop(p, None) is not None:
-                    with torch.no_grad():
+                    with torch.inference_mode(False), torch.no_grad():  # sketches are made here
                         self._replicas[p].arrive()
+
+    def finish_for(self, optimizer: object) -> None:
+        """Let the last step of an optimizer end, although the optimizer itself is dropped."""
+        weakref.finalize(optimizer, self._end).atexit = False
+
+    def _end(self) -> None:
+        if self._executor.is_own_thread():  # the garbage collector runs in any thread
+            threading.Thread(target=self._end, name="grass-end").start()
+            return
+        try:
+            self.finish()
+        except RuntimeError as error:
+            logger.warning("Grass: the last step of a dropped optimizer did not end: %s", error)
 
     def rebuild(self, states: dict[Tensor, State]) -> None:
         """Bring loaded state to the host; replicas are made again from the parameters."""
@@ -133,6 +152,9 @@ class Engine:
     def _submit(self, tasks: dict[Tensor, list[Task]]) -> None:
         order = self._gate.order(list(tasks))
         self.last_tasks = [task for p in order for task in tasks[p]]
+        increment_version([tensor for p in order for tensor in self._replicas[p].stepped()])
+        for p in order:
+            self._replicas[p].depart()
         self._pending = {p: tasks[p][-1] for p in order}
         self._executor.submit(self.last_tasks)
 
@@ -144,10 +166,13 @@ class _Arriving:
     """Waits for the active rows of a layer; the layer calls it before it reads its values."""
 
     def __init__(self, engine: Engine, p: Tensor) -> None:
-        self._engine, self._p = engine, p
+        self._engine, self._p = weakref.ref(engine), weakref.ref(p)
 
+    @torch.compiler.disable(reason="it waits for the host")  # type: ignore[misc]
     def __call__(self) -> None:
-        self._engine.finish([self._p])
+        engine, p = self._engine(), self._p()
+        if engine is not None and p is not None:
+            engine.finish([p])
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copied layer waits for nothing
