@@ -166,6 +166,8 @@ class GrassAdamW(Optimizer):
         defaults = {k: v for k, v in locals().items() if k not in ("self", "params", "offload", "__class__")}
         options = Offload.of(offload)
         self.offload = None if options is None else Engine(options)
+        if self.offload is not None:
+            self.offload.finish_for(self)
         self._background = Background()
         self.given_norms: dict[Tensor, Tensor] = {}
         self._held: list[CompactLayer] | None = []
@@ -197,6 +199,7 @@ class GrassAdamW(Optimizer):
         self.__dict__.setdefault("given_norms", {})
         if (options := state.pop("_offload_options", None)) is not None:
             self.offload = Engine(options)
+            self.offload.finish_for(self)
         self._held, self._health, self._going_on = None, Health(), None
         super().__setstate__(state)
         for group in self.param_groups:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +36,14 @@ class SyncedRows(ActiveRows):
 
     _synced: tuple[Stamp, Stamp] | None = None  # active's and weight's, when they were known to agree
     arriving: Callable[[], None] | None = None
+    gated = False  # the module around it waits for the values that `arriving` brings
     _sharded = False
     _probes = PROBES
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The content of copies and pickles."""
+        self.arrive()
+        return {key: value for key, value in vars(self).items() if key != "gated"}
 
     def train(self, mode: bool = True) -> SyncedRows:
         """Also looks for changes through ``.data``, which tensor versions do not show."""
@@ -56,6 +63,8 @@ class SyncedRows(ActiveRows):
             compare: compare values even if tensor versions show no change.
             probe: compare the first active row in the first few calls.
         """
+        if torch.compiler.is_compiling() and not self.gated:
+            self.arrive()
         if torch.compiler.is_compiling() or self._sharded:
             return
         self.arrive()

@@ -8,6 +8,9 @@ parameters may be stepped by the device instead (:mod:`grass.offload.visits`).
 
 from __future__ import annotations
 
+import logging
+import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -15,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from grass.compact_mode.layer import CompactLayer
 from grass.cpu.kernel import use_threads
@@ -35,6 +39,8 @@ from grass.parallel.shards import is_sharded
 from grass.state.refresh import refresh_due
 from grass.state.schema import State
 from grass.stepping.whole import WholeStep
+
+logger = logging.getLogger("grass")
 
 Groups = list[dict[str, Any]]
 
@@ -86,7 +92,7 @@ class Engine:
             self._visit(m, whole, device) if visits else self._send(m, whole, host)
             for m, visits in zip(members, there, strict=True)
         ]
-        self._submit(members, units)
+        self._submit(members, units, whole)
         everything = chooses or not self.options.overlap
         self.finish(p for p, *_ in members if everything or not self._is_waited_for(p, whole))
         whole.chosen.extend(host.chosen + device.chosen if chooses else [])
@@ -103,10 +109,23 @@ class Engine:
                 continue
             self._executor.wait(task)
             if self._pending.pop(p, None) is not None and p in self._replicas:
-                with torch.no_grad():
+                with torch.inference_mode(False), torch.no_grad():  # sketches are made here
                     self._replicas[p].arrive()
         if parameters is None:
             self._learn()
+
+    def finish_for(self, optimizer: object) -> None:
+        """Let the last step of an optimizer end, although the optimizer itself is dropped."""
+        weakref.finalize(optimizer, self._end).atexit = False
+
+    def _end(self) -> None:
+        if self._executor.is_own_thread():  # the garbage collector runs in any thread
+            threading.Thread(target=self._end, name="grass-end").start()
+            return
+        try:
+            self.finish()
+        except RuntimeError as error:
+            logger.warning("Grass: the last step of a dropped optimizer did not end: %s", error)
 
     def rebuild(self, states: dict[Tensor, State]) -> None:
         """Bring loaded state to the host; replicas are made again from the parameters."""
@@ -220,8 +239,14 @@ class Engine:
         if layer is not None:
             layer.arriving = _Arriving(self, p)
 
-    def _submit(self, members: list[Place], units: list[Unit]) -> None:
+    def _submit(self, members: list[Place], units: list[Unit], whole: WholeStep) -> None:
         tasks, ends = schedule(units)
+        layers = [whole.layers.get(id(p)) for p, *_ in members]
+        stepped = [(p,) if layer is None else (p, layer.weight) for (p, *_), layer in zip(members, layers, strict=True)]
+        increment_version([tensor for tensors in stepped for tensor in tensors])  # a graph that saved them is stale
+        for p, *_ in members:
+            if p in self._replicas:
+                self._replicas[p].depart()
         self.last_tasks = tasks
         self._pending = {p: end for (p, *_), end in zip(members, ends, strict=True)}
         self._executor.submit(tasks)
@@ -244,10 +269,13 @@ class _Arriving:
     """Waits for the active rows of a layer; the layer calls it before it reads its values."""
 
     def __init__(self, engine: Engine, p: Tensor) -> None:
-        self._engine, self._p = engine, p
+        self._engine, self._p = weakref.ref(engine), weakref.ref(p)
 
+    @torch.compiler.disable(reason="it waits for the host")  # type: ignore[misc]
     def __call__(self) -> None:
-        self._engine.finish([self._p])
+        engine, p = self._engine(), self._p()
+        if engine is not None and p is not None:
+            engine.finish([p])
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copied layer waits for nothing

@@ -85,6 +85,10 @@ class Executor:
         with self._queues() as queues:
             return queues.report()
 
+    def is_own_thread(self) -> bool:
+        """Whether the caller is a thread of this executor, which must not wait for tasks."""
+        return threading.current_thread() in self._queues().threads.values()
+
     def close(self) -> None:
         """End the threads after what they run now. Tasks that have not started never run. May be called twice."""
         queues = self._queues()

@@ -162,6 +162,17 @@ def _as_of_tensors(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else torch.empty(0, device=device).device
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether there are no gaps between the values and none share memory."""
+    return _in_order_of_memory(tensor).is_contiguous()
+
+
+def _in_order_of_memory(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
 def _bytes_of(tensor: Tensor) -> Tensor:
     """All values as bytes, ``(nbytes,)``, in the order in which they are in memory.
 
@@ -169,9 +180,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
         ValueError: there are gaps between the values, or some share memory.
     """
     tensor = tensor.detach()
-    dense = tensor
-    if not tensor.is_contiguous():
-        dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    dense = _in_order_of_memory(tensor)
     if not dense.is_contiguous():
         shape = tuple(tensor.shape)
         raise ValueError(f"A copy needs tensors without gaps, got shape {shape} with strides {tensor.stride()}")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
 from grass.offload.home import Home
-from grass.offload.link import Link
+from grass.offload.link import Link, is_dense
 from grass.selection.projector import Projector
 
 
@@ -59,9 +59,23 @@ class Replica:
         """
         grad = self.device.grad
         assert grad is not None
+        if not is_dense(grad):
+            grad = grad.contiguous()
         self._source, self._source_version, self._mark = grad, grad._version, link.mark()
         if (grad.shape, grad.stride(), grad.dtype) != (self._grad.shape, self._grad.stride(), self._grad.dtype):
             self._grad = torch.empty_like(grad, device="cpu", memory_format=torch.preserve_format)
+
+    def depart(self) -> None:
+        """Note the parameter: nothing may change it until its values have arrived."""
+        self._departed = self._stamp()
+
+    def check_unchanged(self) -> None:
+        """Raise ``RuntimeError`` if something has changed the parameter since :meth:`depart`."""
+        if self._stamp() != self._departed:
+            raise RuntimeError(
+                f"A parameter of shape {tuple(self.device.shape)} was changed while its step was on its way: call "
+                "optimizer.offload.finish() before"
+            )
 
     def bytes_down(self) -> int:
         """Bytes of the gradient."""
@@ -74,17 +88,19 @@ class Replica:
     def take(self, link: Link) -> None:
         """Copy the gradient down."""
         link.down(self._source, self._grad, self._mark)
-        check_unchanged(self.device, self._source_version, self._source)
+        check_gradient_unchanged(self.device, self._source_version, self._source)
         del self._source
         self.host.grad = self._grad
 
     def give(self, link: Link) -> None:
         """Copy the values up."""
         self.host.grad = None
-        link.up(self.host.detach(), self.device.detach(), self._mark)
+        self.check_unchanged()
+        link.up(self.host.detach(), self.device.data, self._mark)  # .data: the version counts changes by others
 
     def arrive(self) -> None:
         """Finish on the device what :meth:`give` has brought, before its first use there."""
+        self.check_unchanged()
         self._version = self._stamp()
 
     def _stamp(self) -> tuple[int, int]:
@@ -140,6 +156,7 @@ class LayerReplica(Replica):
 
     def arrive(self) -> None:
         """Write the rows into the weight, and bring the layer to the rows that train next."""
+        self.check_unchanged()
         source, rows = self.source, self._rows
         assert rows is not None
         self._rows = None
@@ -173,7 +190,7 @@ def gradient_version(parameter: Tensor) -> int:
     return parameter.grad._version
 
 
-def check_unchanged(parameter: Tensor, version: int, grad: Tensor | None = None) -> None:
+def check_gradient_unchanged(parameter: Tensor, version: int, grad: Tensor | None = None) -> None:
     """Check that a gradient has not been changed in place since ``optimizer.step``.
 
     Raises:

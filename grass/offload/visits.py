@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
 from grass.offload.link import Link
-from grass.offload.replicas import check_unchanged, gradient_version, to_host
+from grass.offload.replicas import check_gradient_unchanged, gradient_version, to_host
 from grass.state.schema import HOST_KEYS, State
 from grass.stepping.whole import WholeStep
 
@@ -51,7 +51,7 @@ class Visit:
         Raises:
             RuntimeError: the gradient was changed in place since ``optimizer.step``.
         """
-        check_unchanged(self.parameter, self._version)
+        check_gradient_unchanged(self.parameter, self._version)
         if self._layer is not None and self._layer.sketch is not None:
             self._layer.sketch.grad = self._sketch  # zero_grad() may have dropped it
         whole.states[self.parameter] = self._there
