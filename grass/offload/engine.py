@@ -29,7 +29,7 @@ from grass.options import Options
 from grass.parallel.background import Background
 from grass.parallel.shards import is_sharded
 from grass.state.refresh import refresh_due
-from grass.state.schema import State
+from grass.state.schema import State, shared_steps
 from grass.stepping.whole import WholeStep
 
 logger = logging.getLogger("grass")
@@ -144,7 +144,7 @@ class Engine:
         host.states[replica.host] = state
         if replica.layer is not None:
             host.layers[id(replica.host)] = replica.layer
-        if p in whole.given_norms and _chooses(state, options):
+        if p in whole.given_norms and (not state or ("indices" in state and refresh_due(state, options))):
             host.given_norms[replica.host] = whole.given_norms.pop(p).cpu()
         whole.stepped.add(id(p))
         return replica
@@ -184,8 +184,9 @@ def _fixed(options: Options) -> Options:
 
 
 def _chooses(state: State, options: Options) -> bool:
-    """Whether the coming step selects rows, for which ranks communicate."""
-    return not state or ("indices" in state and refresh_due(state, options))
+    """Whether the coming step may select rows, for which ranks communicate; compact mode does so after its update."""
+    after = "indices" in state and shared_steps(state) + 1 >= options.update_interval
+    return not state or after or ("indices" in state and refresh_due(state, options))
 
 
 def _name(group: dict[str, Any], replica: Replica, position: int) -> str:
