@@ -1,4 +1,4 @@
-"""Which modules have hooks, what the hooks keep alive, and models that are compiled, copied or get another optimizer."""
+"""Which modules have hooks, what hooks keep alive, and models that are compiled, copied or get another optimizer."""
 
 from __future__ import annotations
 
