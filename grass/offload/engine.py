@@ -37,7 +37,7 @@ from grass.options import Options
 from grass.parallel.background import Background
 from grass.parallel.shards import is_sharded
 from grass.state.refresh import refresh_due
-from grass.state.schema import State
+from grass.state.schema import State, shared_steps
 from grass.stepping.whole import WholeStep
 
 logger = logging.getLogger("grass")
@@ -173,7 +173,7 @@ class Engine:
         host.states[replica.host] = state
         if replica.layer is not None:
             host.layers[id(replica.host)] = replica.layer
-        if p in whole.given_norms and _chooses(state, host.options[id(group)]):
+        if p in whole.given_norms and _is_due(state, host.options[id(group)]):
             host.given_norms[replica.host] = whole.given_norms.pop(p).cpu()
         whole.stepped.add(id(p))
         replica.begin(link, decays_all=host.options[id(group)].decay == "all")
@@ -204,7 +204,7 @@ class Engine:
         whole.stepped.add(id(p))
         if layer is not None:
             device.layers[id(visit.parameter)] = layer
-        if p in whole.given_norms and _chooses(whole.states[p], device.options[id(group)]):
+        if p in whole.given_norms and _is_due(whole.states[p], device.options[id(group)]):
             device.given_norms[visit.parameter] = whole.given_norms.pop(p)
         size = state_bytes(whole.states[p])
         self._sizes[p] = self._sizes.get(p, Sizes(p.numel(), p.nbytes, p.nbytes, 0))._replace(state=size)
@@ -291,9 +291,14 @@ def _fixed(options: Options) -> Options:
     return replace(options, lr=float(options.lr))
 
 
-def _chooses(state: State, options: Options) -> bool:
-    """Whether the coming step selects rows, for which ranks communicate."""
+def _is_due(state: State, options: Options) -> bool:
+    """Whether dense mode selects rows in the coming step."""
     return not state or ("indices" in state and refresh_due(state, options))
+
+
+def _chooses(state: State, options: Options) -> bool:
+    """Whether the coming step may select rows, for which ranks communicate; compact mode does so after its update."""
+    return _is_due(state, options) or ("indices" in state and shared_steps(state) + 1 >= options.update_interval)
 
 
 def _name(layer: CompactLayer | None, position: int) -> str:

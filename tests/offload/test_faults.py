@@ -69,9 +69,7 @@ def step(model: nn.Module, optimizer: GrassAdamW) -> None:
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("stage", ["take", "update", "give"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_fault_is_raised_by_the_next_wait(
-    mode: Mode, stage: str, wait: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_is_raised_by_the_next_wait(mode: Mode, stage: str, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained(mode)
     before = values(model)
     if stage == "update":
