@@ -4,7 +4,8 @@ Active rows of converted layers need no gate: their layer waits when it is used.
 module whose forward uses them, found in the first forward:
 
 - a *block*, an item of the outermost ``ModuleList`` or ``Sequential``, waits for all parameters in it;
-- the outermost module waits for all others that it holds: embeddings, head, norms, and what modules share.
+- the outermost module waits for all others that it holds: embeddings, head, norms, and what modules share. So do the
+  modules between it and the blocks, for the case that one is called by itself: the model inside DDP, to evaluate.
 
 So a parameter is on the device before any code of its block runs, also where another module than its owner reads it.
 Parameters that no such module holds (or whose module is compiled, which hooks do not enter) are waited for in ``step``.
@@ -76,6 +77,10 @@ class Gate:
         outside = [p for p in held if p not in inside]
         self._guard(module, outside)
         self._wait_for(outside)
+        for inner in _between(module):
+            own = {*inner.parameters()}
+            if waiting := [p for p in outside if p in own]:
+                inner.register_forward_pre_hook(self._eager_hook(waiting))
         for block in blocks:
             self._guard(block, [p for p in block.parameters() if p in self._parameters and p in inside])
         for submodule in module.modules():
@@ -94,6 +99,16 @@ class Gate:
         wait = self._wait()
         if wait is not None:
             wait(parameters)
+
+    def _eager_hook(self, parameters: list[Tensor]) -> Callable[..., None]:
+        """A hook that compilation leaves out: then the outermost module has waited."""
+        wait = self._hook(parameters)
+
+        def hook(*unused: Any, **also_unused: Any) -> None:
+            if not torch.compiler.is_compiling():
+                wait()
+
+        return hook
 
     def _hook(self, parameters: list[Tensor]) -> Callable[..., None]:
         reference = weakref.ref(self)
@@ -119,6 +134,14 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
                 yield from items
         else:
             yield from _blocks(child)
+
+
+def _between(module: nn.Module) -> Iterator[nn.Module]:
+    """All modules inside a module, down to lists of modules."""
+    for child in module.children():
+        if not isinstance(child, (nn.ModuleList, nn.Sequential)):
+            yield child
+            yield from _between(child)
 
 
 def _is_compiled(module: nn.Module) -> bool:
