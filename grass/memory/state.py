@@ -14,9 +14,9 @@ class StateBytes(NamedTuple):
     """Bytes of optimizer state.
 
     Attributes:
-        device: beside the weights; none of an optimizer with ``offload``. Per projected weight under :class:`grass.GrassAdamW` that is ``2rn`` moments and
-            ``r`` int64 indices; ``keep`` and ``bank`` add ``r`` float32 step counts, drawing with replacement ``r``
-            float32 scales.
+        device: beside the weights; 0 with ``offload``. Per projected weight under :class:`grass.GrassAdamW` that is
+            ``2rn`` moments and ``r`` int64 indices; ``keep`` and ``bank`` add ``r`` float32 step counts, drawing with
+            replacement ``r`` float32 scales.
         host: in host memory: the moments bank, or with ``offload`` all state. Not the copies of weights and gradients
             that the host then has.
     """

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import grass
 from grass import Offload
 from tests.integrations.runs import MODES, Build, arguments, assert_same, checkpoint, logged, safetensors, trainer
 

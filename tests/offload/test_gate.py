@@ -40,7 +40,9 @@ def single_process_group() -> Any:
 
 @pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, compiled, lambda model: model], ids=["DDP", "compile", ""])
-@pytest.mark.parametrize("part", [lambda model, x: model(x), lambda model, x: model.embedding(x)], ids=["model", "part"])
+@pytest.mark.parametrize(
+    "part", [lambda model, x: model(x), lambda model, x: model.embedding(x)], ids=["model", "part"]
+)
 def test_the_model_inside_a_wrapper_or_a_part_of_it_waits(
     wrap: Callable[[nn.Module], nn.Module], part: Callable[[Any, Tensor], Tensor]
 ) -> None:

@@ -46,8 +46,9 @@ class GrassFactory:
             model: any module that is not wrapped yet.
             args: the source of learning rate, weight decay, Adam's betas and epsilon, seed, ``optim_target_modules``
                 and ``optim_args``, unless a keyword overrides them. ``optim_args`` may hold arguments of
-                :class:`grass.GrassAdamW`, as in ``"offload=cpu,update_interval=100"``. As in Trainer, a target in a list may be any
-                part of a module's name; unlike there, ``"all-linear"`` leaves output heads out.
+                :class:`grass.GrassAdamW`, as in ``"offload=cpu,update_interval=100"``. As in Trainer, a
+                target in a list may be any part of a module's name; unlike there, ``"all-linear"`` leaves output heads
+                out.
             mode: ``"compact"``, the default, which converts the model and needs the least memory; or ``"dense"``, which
                 leaves the model as it is and forms full gradients.
             rank: rows to train per weight, a number or a fraction; ``None`` for a model that is converted already.
