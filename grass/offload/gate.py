@@ -78,8 +78,8 @@ class Gate:
         self._guard(module, outside)
         self._wait_for(outside)
         for inner in _between(module):
-            own = {*inner.parameters()}
-            if waiting := [p for p in outside if p in own]:
+            held_inside = {*inner.parameters()}
+            if waiting := [p for p in outside if p in held_inside]:
                 inner.register_forward_pre_hook(self._eager_hook(waiting))
         for block in blocks:
             self._guard(block, [p for p in block.parameters() if p in self._parameters and p in inside])
@@ -100,7 +100,7 @@ class Gate:
         if wait is not None:
             wait(parameters)
 
-    def _eager_hook(self, parameters: list[Tensor]) -> Callable[..., None]:
+    def _eager_hook(self, parameters: list[Any]) -> Callable[..., None]:
         """A hook that compilation leaves out: then the outermost module has waited."""
         wait = self._hook(parameters)
 
