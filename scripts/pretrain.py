@@ -68,8 +68,6 @@ def run(parser: ArgumentParser, args: argparse.Namespace, processes: Processes) 
     try:
         warmup = min(100, args.steps // 10) if args.warmup is None else args.warmup
         train_config = from_flags(TrainConfig, args, autocast=args.dtype == "autocast", warmup=warmup)
-        if args.offload and processes.size > 1:
-            raise ValueError(f"--offload takes one process, got {processes.size}")
         shard = processes.rank, processes.size
         data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None, shard=shard)
         optimizer_config = from_flags(OptimizerConfig, args, name=args.optimizer)

@@ -25,6 +25,7 @@ RUNS = {
     "dense": GRASS,
     "compact": (*GRASS, "--compact"),
     "fsdp": (*GRASS, "--compact", "--fsdp"),
+    "offload": (*GRASS, "--compact", "--offload"),
     "sharded bank": (*GRASS, "--compact", "--state-policy", "bank", "--shard-bank"),
 }
 
