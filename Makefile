@@ -2,13 +2,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test test-slow lint docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.test lint docs
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
 
 docs: $(VENV)/.test
 	$(BIN)/sphinx-build -q --fail-on-warning --keep-going --builder html docs build/docs

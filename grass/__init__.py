@@ -13,6 +13,7 @@ from grass.compact_mode.conversion import compact, expand
 from grass.functional import compact_adamw
 from grass.groups import param_groups
 from grass.in_backward import step_in_backward
+from grass.offload.options import Offload
 from grass.optimizer import GrassAdamW
 from grass.options import PAPER
 from grass.selection import Selection, available_rules, register_rule, sampled, select_rows
@@ -28,6 +29,7 @@ __all__ = [
     "PAPER",
     "Attachment",
     "GrassAdamW",
+    "Offload",
     "Projector",
     "Selection",
     "attach",

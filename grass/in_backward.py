@@ -179,6 +179,8 @@ def _hook_of(handle: InBackward) -> Callable[[Tensor], None]:
 
 
 def _check_supported(optimizer: GrassAdamW) -> None:
+    if optimizer.offload is not None:
+        raise ValueError("step_in_backward takes an optimizer whose state is on the device: build it without offload=")
     if optimizer.held_layers:
         raise ValueError(
             f"step_in_backward takes dense mode, but {len(optimizer.held_layers)} layers were converted by "

@@ -1,4 +1,7 @@
-r"""``GrassAdamW``: a drop-in for ``torch.optim.AdamW`` that trains ``r`` rows of each weight at a time."""
+r"""``GrassAdamW``: a drop-in for ``torch.optim.AdamW`` that trains ``r`` rows of each weight at a time.
+
+A third of this file is the signature and the docstring with all options, which is why it has more than 300 lines.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from grass.compact_mode.cycle import NEW, arm
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.registry import by_active_rows, layers_of
 from grass.health import Health, Owner
+from grass.offload.engine import Engine
+from grass.offload.options import Offload
 from grass.options import Options, as_plain
 from grass.parallel.background import Background
 from grass.parallel.ranks import Ranks
@@ -51,7 +56,8 @@ class GrassAdamW(Optimizer):
     trained best in ``docs/quality.md``; ``**grass.PAPER`` gives the paper's.
 
     Groups with ``rank=None`` and tensors of fewer than two dimensions are plain AdamW, computed by torch. Weights of
-    more than two dimensions are treated as ``(shape[0], -1)`` matrices. Every argument is also a group key.
+    more than two dimensions are treated as ``(shape[0], -1)`` matrices. Every argument but ``offload`` is also a group
+    key.
 
     Args:
         params: tensors, named tensors or groups, as for any ``torch.optim`` optimizer, or a converted model.
@@ -97,11 +103,14 @@ class GrassAdamW(Optimizer):
         foreach: ``True`` steps parameters at full rank by torch's foreach implementation.
         capturable: ``False``.
         differentiable: ``False``.
+        offload: ``"cpu"`` or a :class:`grass.Offload` keeps moments, bank and a copy of the weights in host memory and
+            steps there, during the next forward (:mod:`grass.offload`).
 
     Attributes:
         process_group: the ranks that train this model together; ``None``, which pickles restore, means all there are.
         given_norms: row norms by parameter that replace the gradient's in the next refresh (dense mode).
         in_backward: the handle of :func:`grass.step_in_backward`, if parameters are stepped in backward.
+        offload: steps on the host, if it was asked for; ``offload.finish()`` waits until all weights are up to date.
 
     Errors:
         When a group is added, ``ValueError`` for values out of range, including a rank that exceeds the selected
@@ -117,6 +126,7 @@ class GrassAdamW(Optimizer):
     writes_back_active_rows = True
     process_group: ProcessGroup | None = None
     in_backward: StepsInBackward | None = None
+    offload: Engine | None = None
     _going_on: WholeStep | None = None
     _named_by_model = False
 
@@ -151,8 +161,13 @@ class GrassAdamW(Optimizer):
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
+        offload: Offload | str | None = None,
     ) -> None:
-        defaults = {key: value for key, value in locals().items() if key not in ("self", "params", "__class__")}
+        defaults = {k: v for k, v in locals().items() if k not in ("self", "params", "offload", "__class__")}
+        options = Offload.of(offload)
+        self.offload = None if options is None else Engine(options)
+        if self.offload is not None:
+            self.offload.finish_for(self)
         self._background = Background()
         self.given_norms: dict[Tensor, Tensor] = {}
         self._held: list[CompactLayer] | None = []
@@ -174,13 +189,17 @@ class GrassAdamW(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """The content of copies and pickles."""
-        self._background.finish()
-        return {**super().__getstate__(), "_named_by_model": self._named_by_model}
+        self._finish()
+        options = None if self.offload is None else self.offload.options
+        return {**super().__getstate__(), "_named_by_model": self._named_by_model, "_offload_options": options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle or a checkpoint; keys that it lacks take their defaults."""
         self.__dict__.setdefault("_background", Background())
         self.__dict__.setdefault("given_norms", {})
+        if (options := state.pop("_offload_options", None)) is not None:
+            self.offload = Engine(options)
+            self.offload.finish_for(self)
         self._held, self._health, self._going_on = None, Health(), None
         super().__setstate__(state)
         for group in self.param_groups:
@@ -216,6 +235,12 @@ class GrassAdamW(Optimizer):
             for g, given in zip(named, names, strict=True):
                 g["param_names"] = given
 
+    def _finish(self) -> None:
+        """Wait for all work on state and weights that goes on beside the training loop."""
+        self._background.finish()
+        if self.offload is not None:
+            self.offload.finish()
+
     @property
     def held_layers(self) -> list[CompactLayer]:
         """The converted layers whose active rows this optimizer trains."""
@@ -245,25 +270,34 @@ class GrassAdamW(Optimizer):
         for layer in whole.layers.values():
             Owner.check(layer, self)
             layer.sync()
+        self._advance(whole)
+        whole.ranks.verify_selection(whole.chosen)
+        self._health.check(self.param_groups, self.state, whole.layers, whole.stepped)
+        return loss
+
+    def _advance(self, whole: WholeStep) -> None:
+        """Step all parameters that have a gradient, here or on the host."""
+        if self.offload is not None:
+            self.offload.step(self.param_groups, whole)
+            return
         index = 0
         for group in self.param_groups:
             whole.advance(group, enumerate(group["params"], index))
             index += len(group["params"])
-        whole.ranks.verify_selection(whole.chosen)
-        self._health.check(self.param_groups, self.state, whole.layers, whole.stepped)
-        return loss
 
     def begin_step(self) -> WholeStep:
         """The step that has begun in backward; otherwise a new one, after all checks that need no gradient."""
         if self._going_on is not None:
             return self._going_on
-        self._background.finish()
+        self._finish()
         layers, ranks = self.layers(), Ranks.of(self.process_group)
         self._checks.before_step(self.param_groups, self.state, layers, ranks)
         return WholeStep(self.state, layers, ranks, self._background, self.given_norms)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and sketches of active rows that an abandoned step has left."""
+        if not set_to_none and self.offload is not None:
+            self.offload.finish()  # it reads gradients
         super().zero_grad(set_to_none)
         for layer in self.layers().values():
             layer.clear_sketch()
@@ -283,13 +317,16 @@ class GrassAdamW(Optimizer):
             ValueError: active rows were saved with another rank or dim than their layer has, or the state is that of
                 another optimizer or mode.
         """
+        self._finish()
         with Loading(self.layers(), Ranks.of(self.process_group)).through(self):
             super().load_state_dict(state_dict)
+        if self.offload is not None:
+            self.offload.rebuild(self.state)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors and plain scalars; with the active rows' values if the weights cannot hold them.
 
         Sharded state is ``DTensor``: save it by ``torch.distributed.checkpoint``, on every rank.
         """
-        self._background.finish()
+        self._finish()
         return completed(super().state_dict(), self, self.layers(), Ranks.of(self.process_group))

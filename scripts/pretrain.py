@@ -16,6 +16,10 @@ Own text files, or any dataset of the Hugging Face hub as a stream:
     python scripts/pretrain.py --dataset json --data-files train=a.jsonl validation=b.jsonl --tokenizer t5-base \
         --out runs/json
 
+With the optimizer's state in host memory; a resumed run may add or drop --offload:
+
+    python scripts/pretrain.py --model 60m --compact --rank 0.125 --offload --out runs/offload
+
 On several processes, by DDP or, with --fsdp, by FSDP2; batches are per process:
 
     torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --compact --rank 0.125 --out runs/ddp
@@ -49,7 +53,7 @@ from grass.training.run.optimizers import OPTIMIZERS, OptimizerConfig, build_opt
 from grass.training.run.processes import Processes, launched_processes, shard_blocks, whole_weights
 from grass.training.run.throughput import model_flops_per_token, peak_flops, peak_memory
 
-CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every", "keep", "device"}
+CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every", "keep", "device", "offload"}
 """Flags that may differ between a run and its continuation."""
 
 
@@ -67,6 +71,8 @@ def run(parser: ArgumentParser, args: argparse.Namespace, processes: Processes) 
         shard = processes.rank, processes.size
         data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None, shard=shard)
         optimizer_config = from_flags(OptimizerConfig, args, name=args.optimizer)
+        if args.offload and args.fsdp:
+            raise ValueError("--offload takes whole parameters: leave out --fsdp, which shards them")
         checkpoints = checkpoint_store(args, optimizer_config)
         data = load_data(data_config)
         config = llama_config(args.model, vocab_size=data.vocab_size, max_seq_len=args.seq_len)

@@ -49,6 +49,15 @@ def test_plain_parameters() -> None:
     assert state_bytes(after_steps([ours])) == state_bytes(control) == (2 * 50 * 4 + 4, 0)
 
 
+@pytest.mark.parametrize("policy", ["keep", "bank"])
+def test_offloaded_state_is_on_the_host(policy: str) -> None:
+    resident, offloaded = (
+        state_bytes(after_steps([Parameter(torch.randn(M, N))], state_policy=policy, offload=offload))
+        for offload in (None, "cpu")
+    )
+    assert offloaded == (0, sum(resident))
+
+
 def test_weights_add_up() -> None:
     shapes = [(24, 40), (8, 6), (6, 5, 2), (9,)]
     parameters = [Parameter(torch.randn(shape)) for shape in shapes]

@@ -79,9 +79,9 @@ class ActiveRows(nn.Module):
         """Make ``matrix (m, n)`` the weight's storage and keep its memory layout."""
         self.weight.data = matrix.t() if self.stores_transposed else matrix
 
-    def gather(self, projector: Projector) -> Tensor:
-        """The chosen rows of the weight."""
-        return projector.gather(self.matrix())
+    def gather(self, projector: Projector, out: Tensor | None = None) -> Tensor:
+        """The chosen rows of the weight, into ``out`` if given."""
+        return projector.gather(self.matrix(), out=out)
 
     @torch.no_grad()
     def select(self, indices: Tensor) -> None:
@@ -103,7 +103,7 @@ class ActiveRows(nn.Module):
     def explore(self, indices: Tensor) -> None:
         """Make ``indices (q,)`` the explored rows, with the weight's values."""
         self.explored.copy_(indices)
-        self.explored_part(self.rows()).copy_(self.gather(Projector(self.explored, None, self.dim)))
+        self.gather(Projector(self.explored, None, self.dim), out=self.explored_part(self.rows()))
 
     def draw_first(self) -> Tensor:
         """The rows that a conversion chooses, uniformly: int64 ``(r + q,)`` on the CPU."""

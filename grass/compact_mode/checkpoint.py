@@ -25,6 +25,7 @@ class SavedRows(SyncedRows):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        self.arrive()
         arguments = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(*arguments)
         if f"{prefix}active" in missing_keys:

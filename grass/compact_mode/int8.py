@@ -53,10 +53,11 @@ class Int8Weight(CompactLayer):
         """One factor per row or column."""
         return self.weight_scale
 
-    def gather(self, projector: Projector) -> Tensor:
+    def gather(self, projector: Projector, out: Tensor | None = None) -> Tensor:
         """The chosen rows, decoded to float32."""
         codes, scale = projector.gather(self.matrix()), self.weight_scale[projector.indices]
-        return decode_weight(codes, scale, self.dim, torch.float32)
+        rows = decode_weight(codes, scale, self.dim, torch.float32)
+        return rows if out is None else out.copy_(rows)
 
     @torch.no_grad()
     def write_back(self, key: int | None = None) -> None:

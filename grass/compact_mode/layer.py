@@ -79,6 +79,7 @@ class CompactLayer(SavedRows):
 
     def unconvert(self) -> None:
         """Write the values, active rows included, into a plain weight."""
+        self.arrive()
         self.write_back()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,6 +123,7 @@ class CompactLayer(SavedRows):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompactLayer:
         """Draws the first rows again when a layer leaves the meta device, where indices have no values."""
+        self.arrive()
         was_meta = self.chosen.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.chosen.is_meta:

@@ -9,6 +9,8 @@ look for it by value, and so do switches between ``train()`` and ``eval()``.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,8 +35,15 @@ class SyncedRows(ActiveRows):
     """The part of :class:`grass.compact_mode.layer.CompactLayer` that makes weight and active rows agree."""
 
     _synced: tuple[Stamp, Stamp] | None = None  # active's and weight's, when they were known to agree
+    arriving: Callable[[], None] | None = None
+    gated = False  # the module around it waits for the values that `arriving` brings
     _sharded = False
     _probes = PROBES
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The content of copies and pickles."""
+        self.arrive()
+        return {key: value for key, value in vars(self).items() if key != "gated"}
 
     def train(self, mode: bool = True) -> SyncedRows:
         """Also looks for changes through ``.data``, which tensor versions do not show."""
@@ -54,8 +63,11 @@ class SyncedRows(ActiveRows):
             compare: compare values even if tensor versions show no change.
             probe: compare the first active row in the first few calls.
         """
+        if torch.compiler.is_compiling() and not self.gated:
+            self.arrive()
         if torch.compiler.is_compiling() or self._sharded:
             return
+        self.arrive()
         now = self._stamps()
         if now is None or (now == self._synced and not compare and not (probe and self._changed_unseen())):
             return
@@ -70,6 +82,11 @@ class SyncedRows(ActiveRows):
             else:
                 self.write_back()
         self._synced = self._stamps()
+
+    def arrive(self) -> None:
+        """Wait for values that are on their way from the host (:mod:`grass.offload`)."""
+        if self.arriving is not None:
+            self.arriving()
 
     def mark_synced(self) -> None:
         """Note that weight and active rows agree."""
@@ -88,7 +105,7 @@ class SyncedRows(ActiveRows):
     @torch.no_grad()
     def reload(self) -> None:
         """Copy the weight's rows into the active rows."""
-        self.rows().copy_(self.gather(self.active_projector()))
+        self.gather(self.active_projector(), out=self.rows())
 
     def _changed_unseen(self) -> bool:
         """Whether the first active row differs from the weight's, as after ``p.data -= p.grad``.

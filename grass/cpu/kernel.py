@@ -18,6 +18,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ logger = logging.getLogger("grass")
 SOURCES = [Path(__file__).with_name(name) for name in ("kernel.cpp", "explored.cpp", "kernel.h")]
 ROUNDING = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")  # chosen rows round alike in every loop
 FLAGS = ("-O3", "-march=native", *ROUNDING, "-fopenmp", "-fPIC", "-shared", "-std=c++17")
+_OF_THIS_THREAD = threading.local()
 _WEIGHT = struct.Struct("10P6q4d")  # struct Weight in the source
 
 
@@ -142,7 +144,16 @@ class Batch:
         if not self._weights:
             return
         numbers = 1 - betas[0], betas[1], 1 - betas[1], eps, -1.0 if maximize else 1.0
-        library().step(b"".join(self._weights), len(self._weights), *_logs(betas), *numbers, torch.get_num_threads())
+        library().step(b"".join(self._weights), len(self._weights), *_logs(betas), *numbers, _threads())
+
+
+def use_threads(count: int | None) -> None:
+    """How many threads the kernel has when the calling thread calls it; ``None``: as many as torch uses."""
+    _OF_THIS_THREAD.count = count
+
+
+def _threads() -> int:
+    return getattr(_OF_THIS_THREAD, "count", None) or torch.get_num_threads()
 
 
 def _layout(tensors: list[Tensor], fused: bool | None) -> bool | None:

@@ -53,7 +53,8 @@ class SelectionHistory:
             print(history.record())  # {"turnover": 0.31, "energy": 0.87, "coverage": 0.64}
             optimizer.zero_grad()
 
-    Hooks on ``optimizer.step()`` see each refresh, so :meth:`record` may be called rarely. In dense mode it computes
+    Hooks on ``optimizer.step()`` see each refresh, so :meth:`record` may be called rarely. With ``offload`` they look
+    when the next step begins, and :meth:`record` waits until the host has finished. In dense mode it computes
     the row norms of every gradient; in compact mode it costs nearly nothing. Layers have their names in the model if
     the optimizer was given named parameters, as by ``GrassAdamW(model)``.
 
@@ -82,6 +83,7 @@ class SelectionHistory:
         self.optimizer, self.keep, self.step = optimizer, keep, 0
         self.records: list[LayerRecord] = []
         self._tracked: dict[int, Tracked] = {}
+        self._unseen = False
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -97,6 +99,7 @@ class SelectionHistory:
         Raises:
             RuntimeError: the optimizer has not stepped yet.
         """
+        self._look()
         for item in self._selected():
             if item.layer is None and item.parameter.grad is not None and item.position in self._tracked:
                 self._tracked[item.position].measure(_dense_norms(item))
@@ -118,6 +121,7 @@ class SelectionHistory:
 
     def layers(self) -> list[str]:
         """Names of the layers seen so far, in the optimizer's order."""
+        self._look()
         return [self._tracked[position].name for position in sorted(self._tracked)]
 
     def mask(self, layer: str) -> NDArray[np.bool_]:
@@ -126,6 +130,7 @@ class SelectionHistory:
         Raises:
             ValueError: no layer has this name, or the history does not keep selections.
         """
+        self._look()
         tracked = next((t for t in self._tracked.values() if t.name == layer), None)
         if tracked is None or not self.keep:
             raise ValueError(f"No selections of {layer!r} (keep={self.keep}); layers: {', '.join(self.layers())}")
@@ -137,6 +142,7 @@ class SelectionHistory:
 
     def state_dict(self) -> dict[str, Any]:
         """The state to continue from in a resumed run, as JSON takes it, without records and masks."""
+        self._look()
         layers = {str(position): tracked.state_dict() for position, tracked in self._tracked.items()}
         return {"step": self.step, "layers": layers}
 
@@ -153,14 +159,26 @@ class SelectionHistory:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Follow active rows from before their first refresh."""
+        self._look()
         for item in self._selected():
             if item.layer is not None:
                 self._follow(item, self.step)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for item in self._selected():
-            self._follow(item, self.step + (item.layer is not None))
         self.step += 1
+        self._unseen = True
+        if getattr(optimizer, "offload", None) is None:
+            self._look()
+
+    def _look(self) -> None:
+        """Follow what the last step has selected."""
+        if not self._unseen:
+            return
+        self._unseen = False
+        if (offload := getattr(self.optimizer, "offload", None)) is not None:
+            offload.finish()
+        for item in self._selected():
+            self._follow(item, self.step - (item.layer is None))
 
     def _follow(self, item: _Selected, start: int) -> None:
         """Remember a selection if it is new, as that of the steps from ``start`` on."""

@@ -2,6 +2,7 @@ r"""What training a model takes, by category and method, and what fits a GPU.
 
     python -m grass.memory --model 13b --rank 256 --seq 2048 --batch 1 --gpu 40GB
     python -m grass.memory --model Qwen/Qwen2.5-7B --moments 8bit --gpu 24GiB
+    python -m grass.memory --model 13b --offload --gpu 40GB
     python -m grass.memory --model path/to/config.json --no-checkpointing --chunked-loss 0
 
 Nothing is allocated: what a block saves is counted on tensors without contents, the rest follows in closed form; all is
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             dtype=getattr(torch, args.dtype),
             active_dtype=getattr(torch, args.active_dtype),
             checkpointing=args.checkpointing,
+            offload=args.offload,
             slack=args.slack,
         )
         model = load_architecture(args.model)
@@ -99,6 +101,7 @@ def argument_parser() -> ArgumentParser:
         metavar="TOKENS",
         help="logits of so many tokens at a time, 0: of all; default: 256, or 0 where the loss cannot be chunked",
     )
+    add("--offload", action="store_true", help="AdamW and Grass: moments in host memory, stepped there")
     add("--slack", type=float, default=0.02, help="allocator slack, a fraction of the peak: an assumption")
     return parser
 

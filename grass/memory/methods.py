@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from grass.memory.activations import traced
 from grass.memory.architecture import Architecture, Linear
 from grass.memory.setting import MOMENTS, Setting
 from grass.memory.tracing import Traced
+
+
+class Host(NamedTuple):
+    """Bytes that offload keeps in host memory (:mod:`grass.offload`).
+
+    Attributes:
+        weights: copies of all weights, in their dtype.
+        active_rows: copies of the selected and explored rows and their indices.
+        gradients: buffers that gradients are copied to.
+        moments: those that the device has without offload.
+    """
+
+    weights: int = 0
+    active_rows: int = 0
+    gradients: int = 0
+    moments: int = 0
+
+
+NO_HOST = Host()
+"""Without offload."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +43,7 @@ class Holdings:
         end_gradients: of everything outside the blocks, embedding and head.
         moments: optimizer state on the device.
         bank: moments in host memory.
+        host: what offload keeps in host memory beside the bank; empty without it.
         traced: what blocks hold whose matrices do not train.
         layer_saved: what forward saves of a layer by this method.
         layer_workspace: what a layer's forward and backward need beside that.
@@ -37,6 +59,7 @@ class Holdings:
     end_gradients: int
     moments: int
     bank: int = 0
+    host: Host = NO_HOST
     traced: Traced
     layer_saved: float
     layer_workspace: int = 0
@@ -167,6 +190,24 @@ def grass_int8(model: Architecture, setting: Setting) -> Holdings:
         }
     )
 
+
+def offloaded(held: Holdings, model: Architecture, setting: Setting) -> Holdings:
+    """The same method with ``offload``: its step has no workspace on the device, but places for what comes up.
+
+    Stepped rows of a converted weight wait in the weight's precision until the next forward comes to them, and selected
+    rows that are more precise than it in their own. They are counted for all weights at once.
+    """
+    e, active_e, rows = setting.dtype.itemsize, setting.active_dtype.itemsize, 0
+    if held.active_rows:
+        every = _active(model, setting)
+        rows = sum((r + q) * width * e + (r * width * active_e if active_e != e else 0) for r, q, width in every)
+    gradients = model.layers * held.layer_gradients + held.end_gradients
+    host = Host(held.weights, held.active_rows, gradients, held.moments)
+    return replace(held, moments=0, host=host, step_workspace=model.layers * rows)
+
+
+OFFLOADABLE = ("AdamW", "Grass")
+"""Methods that offload takes."""
 
 METHODS: dict[str, Method] = {
     "AdamW": adamw,

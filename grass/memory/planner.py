@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from grass.memory.activations import loss_memory
 from grass.memory.architecture import Architecture
-from grass.memory.methods import METHODS, Holdings
+from grass.memory.methods import METHODS, OFFLOADABLE, Holdings, Host, offloaded
 from grass.memory.setting import Setting
 
 
@@ -20,6 +20,7 @@ class Plan:
         gradients: after backward.
         moments: optimizer state on the device.
         bank: moments in host memory, not part of the peak.
+        host: what offload keeps in host memory beside the bank, not part of the peak either.
         activations: what forward saves; under checkpointing the layers' inputs and one layer's recomputation.
         loss: logits and gradients with respect to them.
         workspace: temporaries of backward through one layer, or of the optimizer's step if these are larger, and the
@@ -34,6 +35,7 @@ class Plan:
     gradients: int
     moments: int
     bank: int
+    host: Host
     activations: int
     loss: int
     workspace: int
@@ -45,6 +47,11 @@ class Plan:
     def total(self) -> int:
         """Bytes the device must have."""
         return self.peak + self.slack
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of host memory."""
+        return self.bank + sum(self.host)
 
 
 def plan(method: str, model: Architecture, setting: Setting) -> Plan:
@@ -60,6 +67,8 @@ def plan(method: str, model: Architecture, setting: Setting) -> Plan:
         raise ValueError(f"Unknown method {method!r}; available: {', '.join(METHODS)}")
     setting.check(model)
     held = METHODS[method](model, setting)
+    if setting.offload and method in OFFLOADABLE:
+        held = offloaded(held, model, setting)
     moments = {**peaks(held, model, setting, refresh=False), **peaks(held, model, setting, refresh=True)}
     peak_at = max(moments, key=lambda moment: moments[moment])
     layer = max(held.layer_saved, held.refresh_saved)
@@ -70,6 +79,7 @@ def plan(method: str, model: Architecture, setting: Setting) -> Plan:
         gradients=model.layers * held.layer_gradients + held.end_gradients,
         moments=held.moments,
         bank=held.bank,
+        host=held.host,
         activations=round(kept + held.traced.ends),
         loss=round(loss_memory(model, setting, held.traced.loss, head_trains=held.end_gradients > 0)),
         workspace=round(max(held.layer_workspace + held.traced.temporaries, held.step_workspace))

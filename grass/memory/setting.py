@@ -37,6 +37,7 @@ class Setting:
         checkpointing: keep decoder layers' inputs alone and run each layer's forward again in backward.
         chunk_tokens: tokens whose logits the loss holds at a time; 0 for all.
         sketch_size: columns of the sketch from which Grass chooses rows.
+        offload: AdamW and Grass keep moments, and copies of weights and gradients, in host memory and step there.
         slack: allocator slack: what rounding and fragmentation add to the peak, as a fraction of it.
     """
 
@@ -54,6 +55,7 @@ class Setting:
     checkpointing: bool = True
     chunk_tokens: int = 256
     sketch_size: int = 32
+    offload: bool = False
     slack: float = 0.02
 
     def __post_init__(self) -> None:

@@ -14,10 +14,11 @@ class StateBytes(NamedTuple):
     """Bytes of optimizer state.
 
     Attributes:
-        device: beside the weights. Per projected weight under :class:`grass.GrassAdamW` that is ``2rn`` moments and
-            ``r`` int64 indices; ``keep`` and ``bank`` add ``r`` float32 step counts, drawing with replacement ``r``
-            float32 scales.
-        host: in host memory, the moments bank.
+        device: beside the weights; 0 with ``offload``. Per projected weight under :class:`grass.GrassAdamW` that is
+            ``2rn`` moments and ``r`` int64 indices; ``keep`` and ``bank`` add ``r`` float32 step counts, drawing with
+            replacement ``r`` float32 scales.
+        host: in host memory: the moments bank, or with ``offload`` all state. Not the copies of weights and gradients
+            that the host then has.
     """
 
     device: int
@@ -30,10 +31,13 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
     A tensor subclass that says what it is made of, as torchao's quantised states do, counts as its parts.
     """
     device = host = 0
+    offload = getattr(optimizer, "offload", None)
+    if offload is not None:
+        offload.finish()  # the first step creates the state
     for state in optimizer.state.values():
         for key, value in state.items():
             size = sum(t.numel() * t.element_size() for t in _tensors(value))
-            if key in HOST_KEYS:
+            if offload is not None or key in HOST_KEYS:
                 host += size
             else:
                 device += size

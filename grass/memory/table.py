@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from grass.memory.architecture import Architecture
 from grass.memory.fits import largest_that_fit
-from grass.memory.methods import METHODS
+from grass.memory.methods import METHODS, OFFLOADABLE, Host
 from grass.memory.planner import Plan, plan
 from grass.memory.setting import Setting
 from grass.memory.units import format_bytes
@@ -39,9 +39,17 @@ def render(name: str, model: Architecture, setting: Setting, gpu: int | None) ->
         ["total", *(_gb(p.total) for p in plans.values())],
         ["bank on host", *(_gb(p.bank) for p in plans.values())],
     ]
+    if setting.offload:
+        rows += [
+            [f"{field.replace('_', ' ')} on host", *(_gb(getattr(p.host, field)) for p in plans.values())]
+            for field in Host._fields
+        ]
+        rows.append(["total on host", *(_gb(p.on_host) for p in plans.values())])
     if gpu is not None:
         rows += _fitting(plans, model, setting, gpu)
     notes = ["GB are 10^9 bytes. The peak is less than the sum: gradients grow while activations shrink."]
+    if setting.offload:
+        notes.append(f"Offloaded: {' and '.join(OFFLOADABLE)}; the others cannot be.")
     notes += [f"Peak of {method}: {p.peak_at}." for method, p in plans.items()]
     return "\n".join([_heading(name, model, setting, gpu), "", *_aligned(rows), "", *notes])
 

@@ -25,6 +25,7 @@ RUNS = {
     "dense": GRASS,
     "compact": (*GRASS, "--compact"),
     "fsdp": (*GRASS, "--compact", "--fsdp"),
+    "offload": (*GRASS, "--compact", "--offload"),
     "sharded bank": (*GRASS, "--compact", "--state-policy", "bank", "--shard-bank"),
 }
 
@@ -49,6 +50,7 @@ def columns(path: Path) -> dict[str, list[float]]:
     }
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     run_world(every_run, 1, tmp_path / "one", 4)
     run_world(every_run, 2, tmp_path / "two", 2)
@@ -86,12 +88,14 @@ def one_step(rank: int, out: Path, flags: tuple[str, ...]) -> None:
     pretrain(rank, out, (*RUNS["compact"], "--save-every", "2", *flags))
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_at_resume(tmp_path: Path) -> None:
     run_world(one_step, 2, tmp_path, ())
     for outcome in attempt_world(one_step, 1, tmp_path, ("--resume",)):
         assert "SystemExit: 2" in outcome.error
 
 
+@pytest.mark.slow
 def test_resumes_with_a_sharded_bank(tmp_path: Path) -> None:
     """From the checkpoint of step 4, to the bit."""
     flags, weights = (*RUNS["sharded bank"], "--save-every", "4", "--keep", "3"), []

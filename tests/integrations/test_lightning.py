@@ -18,10 +18,11 @@ lightning = pytest.importorskip("lightning")
 class Module(lightning.LightningModule):
     """Converted in its constructor; the optimizer is an ordinary one."""
 
-    def __init__(self, model: torch.nn.Module, mode: str) -> None:
+    def __init__(self, model: torch.nn.Module, mode: str, **options: Any) -> None:
         super().__init__()
         self.model, self.mode = model, mode
         self.options = {key: value for key, value in MODES[mode].items() if key not in ("mode", "rank", "dim")}
+        self.options |= options
         if mode == "compact":
             grass.compact(model, rank=4, explore=0)
 
@@ -34,9 +35,17 @@ class Module(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-def fit(build: Build, path: Path, mode: str, resume: Path | None = None, seed: int = 0, **options: Any) -> Module:
+def fit(
+    build: Build,
+    path: Path,
+    mode: str,
+    resume: Path | None = None,
+    seed: int = 0,
+    offload: grass.Offload | None = None,
+    **options: Any,
+) -> Module:
     """Three steps an epoch, two epochs, a checkpoint after each."""
-    module = Module(build(seed=seed), mode)
+    module = Module(build(seed=seed), mode, offload=offload)
     saving = lightning.pytorch.callbacks.ModelCheckpoint(path, "{epoch}", save_top_k=-1)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = lightning.Trainer(max_epochs=2, callbacks=[saving], default_root_dir=path, **quiet, **options)
@@ -61,6 +70,18 @@ def test_fit_and_resume(tiny_llama: Build, tmp_path: Path, mode: str, options: d
     fit(tiny_llama, tmp_path / "resumed", mode, tmp_path / "whole/epoch=0.ckpt", seed=1, **options)
     assert_same(contents(tmp_path / "resumed", 1), contents(tmp_path / "whole", 1))
     assert contents(tmp_path / "whole", 1)["global_step"] == 6 // options.get("accumulate_grad_batches", 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_offloaded_and_resident_runs_are_one(tiny_llama: Build, tmp_path: Path, mode: str) -> None:
+    """Also where the second epoch is the other's; a checkpoint is saved while a step is under way."""
+    slow = grass.Offload(bytes_per_second=2e6)
+    fit(tiny_llama, tmp_path / "resident", mode)
+    fit(tiny_llama, tmp_path / "offloaded", mode, offload=slow)
+    for epoch in (0, 1):
+        assert_same(contents(tmp_path / "offloaded", epoch), contents(tmp_path / "resident", epoch))
+    fit(tiny_llama, tmp_path / "resumed", mode, tmp_path / "resident/epoch=0.ckpt", seed=1, offload=slow)
+    assert_same(contents(tmp_path / "resumed", 1), contents(tmp_path / "resident", 1))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -25,17 +25,20 @@ def runs(tiny_llama: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_agree(runs: Path, mode: str) -> None:
     ours, theirs = (torch.load(runs / f"{mode}-whole-{rank}.pt", weights_only=True) for rank in (0, 1))
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_resume(runs: Path, mode: str) -> None:
     assert_same(checkpoint(runs / f"{mode}-resumed", 6), checkpoint(runs / f"{mode}-whole", 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_one_process_with_both_batches(runs: Path, tiny_llama: Build, tmp_path: Path, mode: str) -> None:
     args = arguments(tmp_path, train_sampling_strategy="sequential", per_device_train_batch_size=4)

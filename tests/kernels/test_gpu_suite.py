@@ -48,6 +48,7 @@ def test_every_kernel_has_its_benchmark() -> None:
         assert (ROOT / f"tests/kernels/test_{noun}.py").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["kernels/row_norms.py", "gpu_train_step.py"])
 def test_says_that_there_is_no_gpu(script) -> None:
     command = [sys.executable, str(ROOT / "scripts/bench" / script)]

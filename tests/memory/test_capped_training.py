@@ -11,6 +11,7 @@ from grass.memory import parse_bytes
 script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "bench" / "capped_training.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["13b_40gb", "13b_24gb"])
 def test_trains_through_refreshes_with_falling_loss(name):
     case = dataclasses.replace(script["CASES"][name], model="1m", rank=16)

@@ -62,6 +62,16 @@ def test_exploring_and_rules_reach_the_plan(capsys):
     assert "Grass: 0.125 explored, selection uniform, policy keep" in capsys.readouterr().out
 
 
+def test_offload_reaches_the_plan(capsys):
+    plain, offloaded = table(capsys, *SHOWN), table(capsys, *SHOWN, "--offload")
+    assert [offloaded["moments"][column] for column in (0, 4)] == ["-", "-"]
+    assert [offloaded["moments on host"][column] for column in (0, 4)] == [plain["moments"][0], plain["moments"][4]]
+    assert offloaded["total"][1:4] == plain["total"][1:4]
+    assert offloaded["total on host"][1:4] == ["-"] * 3
+    assert float(offloaded["total"][4]) < float(plain["total"][4])
+    assert "moments on host" not in plain
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_configuration_file(capsys, tmp_path, kind):
     KINDS[kind].save_pretrained(tmp_path)

@@ -100,6 +100,38 @@ def test_the_bank_holds_all_moments_and_is_not_on_the_device():
     assert halved == pytest.approx(bank.bank / 2, rel=0.001)
 
 
+@pytest.mark.parametrize(
+    ("method", "dtype"), [("AdamW", torch.float32), ("Grass", torch.float32), ("Grass", torch.bfloat16)]
+)
+def test_host_bytes_are_those_of_an_offloaded_optimizer(method, dtype):
+    """After a step of a small model, by counting the replicas and the state."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    setting = Setting(rank=8, explore=4, dtype=dtype, seq_len=16, chunk_tokens=0, offload=True)
+    planned = plan(method, Architecture.from_config(config), setting)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    if method == "Grass":
+        grass.compact(model, rank=8, explore=4, dtype=torch.float32)
+    optimizer = grass.GrassAdamW(model.named_parameters() if method == "AdamW" else model, offload="cpu")
+    tokens = torch.arange(16).view(1, 16)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.offload.finish()
+    replicas = list(optimizer.offload._replicas.values())
+    layers = [replica.layer for replica in replicas if replica.layer is not None]
+    own = sum(replica.host.nbytes for replica in replicas if replica.layer is None)
+    assert planned.host.weights == own + sum(layer.weight.nbytes for layer in layers)
+    assert planned.host.active_rows == sum(layer.active.nbytes + layer.chosen.nbytes for layer in layers)
+    assert planned.host.gradients == sum(replica._grad.nbytes for replica in replicas)
+    steps = 4 * sum("indices" not in state for state in optimizer.state.values())
+    assert planned.host.moments == grass.memory.state_bytes(optimizer).host - steps
+    assert planned.moments == 0
+    resident = plan(method, Architecture.from_config(config), dataclasses.replace(setting, offload=False))
+    assert (resident.on_host, resident.moments) == (0, planned.host.moments)
+    assert resident.peak > planned.peak
+
+
 def test_only_rules_that_read_norms_pay_for_a_sketch():
     plans = {rule: plan("Grass", LLAMA_1B, Setting(selection=rule)) for rule in grass.available_rules()}
     assert Setting().gathers_sketch is False

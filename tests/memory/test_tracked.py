@@ -11,33 +11,46 @@ from grass.memory.planner import peaks, plan
 from tests.memory.architectures import CAPPED, KINDS, llama
 
 WHOLE = {"checkpointing": False, "chunk_tokens": 0}
+SLOW = pytest.mark.slow
 CASES = [
-    pytest.param("Grass", llama("60m"), {"rank": 64}, id="60m"),
-    pytest.param("Grass", llama("60m"), {"rank": 64, **WHOLE}, id="60m-whole"),
+    pytest.param("Grass", llama("60m"), {"rank": 64}, id="60m", marks=SLOW),
+    pytest.param("Grass", llama("60m"), {"rank": 64, **WHOLE}, id="60m-whole", marks=SLOW),
     pytest.param("Grass", llama("60m", 3), {"rank": 64, "dim": 0, "policy": "keep"}, id="60m-dim0-keep"),
     pytest.param("Grass", llama("60m", 3), {"rank": 0.25, "active_dtype": torch.bfloat16}, id="60m-bf16-rows"),
-    pytest.param("Grass", llama("60m", 3), {"rank": 64, "dtype": torch.float32, "batch_size": 3}, id="60m-fp32"),
+    pytest.param(
+        "Grass", llama("60m", 3), {"rank": 64, "dtype": torch.float32, "batch_size": 3}, id="60m-fp32", marks=SLOW
+    ),
     pytest.param("Grass", llama("60m", 3), {"rank": 64, "explore": 0}, id="60m-nothing-explored"),
-    pytest.param("Grass", llama("60m", 3), {"rank": 1 / 8, "explore": 3 / 8, **WHOLE}, id="60m-more-explored"),
-    pytest.param("Grass", llama("60m", 3), {"rank": 64, "explore": 1.0, "dim": 0}, id="60m-dim0-all-explored"),
+    pytest.param(
+        "Grass", llama("60m", 3), {"rank": 1 / 8, "explore": 3 / 8, **WHOLE}, id="60m-more-explored", marks=SLOW
+    ),
+    pytest.param(
+        "Grass", llama("60m", 3), {"rank": 64, "explore": 1.0, "dim": 0}, id="60m-dim0-all-explored", marks=SLOW
+    ),
     pytest.param("AdamW", llama("60m"), {**WHOLE, "chunk_tokens": 1000}, id="60m-adamw"),
-    pytest.param("Grass", llama("350m", 3), {"checkpointing": False}, id="350m-wide"),
-    pytest.param("Grass", llama("1b", 3), {}, id="1b-wide"),
-    pytest.param("Grass", llama("13b", 4), {}, id="13b-wide"),
-    pytest.param("Grass", llama("13b", 3), {**WHOLE, "seq_len": 4096}, id="13b-wide-whole"),
-    pytest.param("AdamW", llama("13b", 3), {}, id="13b-wide-adamw"),
-    pytest.param("8-bit AdamW", llama("60m", 3), {}, id="60m-8bit"),
-    pytest.param("8-bit AdamW", llama("13b", 3), {}, id="13b-wide-8bit"),
+    pytest.param("Grass", llama("350m", 3), {"checkpointing": False}, id="350m-wide", marks=SLOW),
+    pytest.param("Grass", llama("1b", 3), {}, id="1b-wide", marks=SLOW),
+    pytest.param("Grass", llama("13b", 4), {}, id="13b-wide", marks=SLOW),
+    pytest.param("Grass", llama("13b", 3), {**WHOLE, "seq_len": 4096}, id="13b-wide-whole", marks=SLOW),
+    pytest.param("AdamW", llama("13b", 3), {}, id="13b-wide-adamw", marks=SLOW),
+    pytest.param("8-bit AdamW", llama("60m", 3), {}, id="60m-8bit", marks=SLOW),
+    pytest.param("8-bit AdamW", llama("13b", 3), {}, id="13b-wide-8bit", marks=SLOW),
     pytest.param("LoRA", llama("60m", 3), {"rank": 64}, id="60m-lora"),
-    pytest.param("LoRA", llama("13b", 3), {}, id="13b-wide-lora"),
-    pytest.param("LoRA", llama("60m", 3), {"rank": 64, "active_dtype": torch.bfloat16, **WHOLE}, id="60m-lora-bf16"),
+    pytest.param("LoRA", llama("13b", 3), {}, id="13b-wide-lora", marks=SLOW),
+    pytest.param(
+        "LoRA", llama("60m", 3), {"rank": 64, "active_dtype": torch.bfloat16, **WHOLE}, id="60m-lora-bf16", marks=SLOW
+    ),
     pytest.param("GaLore", llama("60m", 3), {"rank": 64, **WHOLE}, id="60m-galore"),
-    pytest.param("GaLore", llama("13b", 3), {}, id="13b-wide-galore"),
-    pytest.param("Grass int8", llama("13b", 3), {}, id="13b-wide-int8"),
+    pytest.param("GaLore", llama("13b", 3), {}, id="13b-wide-galore", marks=SLOW),
+    pytest.param("Grass int8", llama("13b", 3), {}, id="13b-wide-int8", marks=SLOW),
     pytest.param("Grass int8", llama("60m", 3), {"rank": 64, "dim": 0, "policy": "keep"}, id="60m-int8-dim0-keep"),
     *(
         pytest.param(
-            method, KINDS[kind], {"rank": 32, "batch_size": 2, "seq_len": 256, **options}, id=f"{kind}-{method}"
+            method,
+            KINDS[kind],
+            {"rank": 32, "batch_size": 2, "seq_len": 256, **options},
+            id=f"{kind}-{method}",
+            marks=SLOW,
         )
         for kind in KINDS
         for method, options in (
@@ -46,7 +59,7 @@ CASES = [
         )
     ),
     *(
-        pytest.param(method, llama(size), {}, id=f"{size}-{method}-full", marks=pytest.mark.slow)
+        pytest.param(method, llama(size), {}, id=f"{size}-{method}-full", marks=SLOW)
         for size in ("350m", "1b", "7b", "13b")
         for method in METHODS
     ),
@@ -76,8 +89,8 @@ REFRESHES = [
     pytest.param(llama("60m", 3), {"rank": 64}, id="60m"),
     pytest.param(llama("60m", 3), {"rank": 64, "checkpointing": False}, id="60m-all-saved"),
     pytest.param(llama("60m", 3), {"rank": 64, "dim": 0, **WHOLE}, id="60m-dim0-whole"),
-    pytest.param(llama("13b", 4), {}, id="13b-wide"),
-    pytest.param(llama("13b"), {}, id="13b-full", marks=pytest.mark.slow),
+    pytest.param(llama("13b", 4), {}, id="13b-wide", marks=SLOW),
+    pytest.param(llama("13b"), {}, id="13b-full", marks=SLOW),
 ]
 
 

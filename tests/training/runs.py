@@ -89,6 +89,27 @@ def die_saving(step: int, events: int) -> None:
     Trainer.save = dying
 
 
+def die_stepping(step: int, values: int) -> None:
+    """Have the run kill itself after ``step``, when so many parameters have come up from the host's next step."""
+    from grass.offload.link import Link
+    from grass.training.run.loop import Trainer
+
+    train_step, up, left = Trainer.train_step, Link.up, itertools.count(values, -1)
+    begun = threading.Event()
+
+    def beginning(trainer: Trainer) -> Any:
+        if trainer.step == step:
+            begun.set()
+        return train_step(trainer)
+
+    def dying(link: Link, *arguments: Any) -> None:
+        if begun.is_set() and next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        up(link, *arguments)
+
+    Trainer.train_step, Link.up = beginning, dying
+
+
 def logged_steps(out: Path) -> list[int]:
     """The steps in a run's ``metrics.csv``."""
     path = out / "metrics.csv"

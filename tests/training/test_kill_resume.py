@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from grass.training.run.states import read_state
-from tests.training.runs import die_saving, finish, logged_steps, signal_itself, start
+from tests.training.runs import die_saving, die_stepping, finish, logged_steps, signal_itself, start
 
 STEPS = 16
 EVENTS = 16
 """Operations on files that writing a checkpoint takes, at least; deleting what is left of one takes some more."""
+PARAMETERS = 38
+"""Of the model, with norms, embedding and head, at least."""
 COMMON = ("--steps", str(STEPS), "--save-every", "3", "--eval-every", "5", "--lr", "3e-3")
 GRASS = ("--optimizer", "grass", "--rank", "0.25", "--dim", "1", "--update-interval", "4")
 SAMPLED = ("--selection", "multinomial_norm", "--weight-decay", "0.1")
@@ -79,6 +81,20 @@ def test_killed_twice_and_resumed(alone, tmp_path):
     assert_same_bits(left_behind(tmp_path), expected)
     assert logged_steps(tmp_path) == list(range(1, STEPS + 1))
     assert not list(tmp_path.glob("checkpoints/.incomplete-*"))
+
+
+@pytest.mark.parametrize("alone", ["adamw", "compact", "bank-bf16"], indirect=True)
+def test_killed_while_the_host_steps_and_resumed(alone, tmp_path):
+    """Some weights are stepped then, others are not. The run left alone is not offloaded."""
+    flags, expected = alone
+    seed = random.SystemRandom().randrange(2**32)
+    draw = random.Random(seed)
+    step, values = draw.randrange(4, STEPS - 1), draw.randrange(PARAMETERS)
+    print(f"{seed=}: killed in the step after {step}, with {values} parameters on the device")
+    spoil = partial(die_stepping, step, values)
+    assert finish(start(tmp_path, *flags, "--offload", spoil=spoil)) == -signal.SIGKILL
+    assert finish(start(tmp_path, *flags, "--offload", "--resume")) == 0
+    assert_same_bits(left_behind(tmp_path), expected)
 
 
 @pytest.mark.parametrize("alone", ["bank"], indirect=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import LlamaForCausalLM
 
@@ -76,6 +77,32 @@ def test_stepping_in_backward_clips_each_parameter(tmp_path):
     free, clipped = (pretrain(tmp_path / clip, *flags, clip) for clip in ("0", "0.01"))
     assert clipped["grad_norm"].iloc[0] == free["grad_norm"].iloc[0] > 0.01
     assert clipped["loss"].iloc[-1] != free["loss"].iloc[-1]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--optimizer", "adamw"],
+        ["--optimizer", "adamw", "--dtype", "bf16"],
+        ["--optimizer", "grass"],
+        ["--compact", "--selection", "multinomial_norm", "--state-policy", "bank", "--accumulate", "2"],
+    ],
+    ids=" ".join,
+)
+def test_offloaded_and_resident_runs_are_one_and_go_on_as_each_other(tmp_path, flags, capsys):
+    flags = [*flags, "--update-interval", "3"]
+    resident = pretrain(tmp_path / "resident", *flags, "--save-every", "4")
+    state = capsys.readouterr().out
+    offloaded = pretrain(tmp_path / "offloaded", *flags, "--save-every", "4", "--offload")
+    assert offloaded[[*EXACT, "grad_norm"]].equals(resident[[*EXACT, "grad_norm"]])
+    assert " on the host 0" not in capsys.readouterr().out
+    assert "state 0 bytes" not in state
+    weights = load_file(tmp_path / "resident" / "model" / "model.safetensors")
+    for name, other in (("resident", ["--offload"]), ("offloaded", [])):
+        (tmp_path / name / "checkpoints" / "step-00000006" / "manifest.json").unlink()
+        assert pretrain(tmp_path / name, *flags, *other, "--resume")[EXACT].equals(resident[EXACT])
+        found = load_file(tmp_path / name / "model" / "model.safetensors")
+        assert all(torch.equal(found[key], value) for key, value in weights.items())
 
 
 def test_tensorboard_has_the_same_numbers(tmp_path):
@@ -156,6 +183,10 @@ def test_peers_cannot_be_resumed_and_say_so(tmp_path, optimizer, capsys):
         (["--step-in-backward", "--accumulate", "2"], "accumulate=2: must be 1 with step_in_backward=True"),
         (["--step-in-backward", "--optimizer", "adamw"], "step_in_backward=True takes grass's optimizer, got AdamW"),
         (["--step-in-backward", "--compact"], "step_in_backward takes dense mode"),
+        (["--offload", "--optimizer", "galore"], "offload=True with name=galore: must be one of adamw, grass"),
+        (["--offload", "--compact", "--weights", "int8"], "offload=True with weights=int8: offload takes plain"),
+        (["--offload", "--fsdp"], "--offload takes whole parameters: leave out --fsdp"),
+        (["--offload", "--step-in-backward"], "step_in_backward takes an optimizer whose state is on the device"),
         (["--rank", "0"], "rank=0: must be an integer >= 1"),
         (["--rank", "1.25"], "rank=1.25: must be an integer >= 1 or a fraction in (0, 1]"),
         (["--batch-size", "0"], "batch_size=0: must be >= 1"),

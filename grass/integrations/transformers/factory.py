@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 from collections.abc import Iterable
@@ -43,9 +44,11 @@ class GrassFactory:
 
         Args:
             model: any module that is not wrapped yet.
-            args: the source of learning rate, weight decay, Adam's betas and epsilon, seed and
-                ``optim_target_modules``, unless a keyword overrides them. As in Trainer, a target in a list may be any
-                part of a module's name; unlike there, ``"all-linear"`` leaves output heads out.
+            args: the source of learning rate, weight decay, Adam's betas and epsilon, seed, ``optim_target_modules``
+                and ``optim_args``, unless a keyword overrides them. ``optim_args`` may hold arguments of
+                :class:`grass.GrassAdamW`, as in ``"offload=cpu,update_interval=100"``. As in Trainer, a
+                target in a list may be any part of a module's name; unlike there, ``"all-linear"`` leaves output heads
+                out.
             mode: ``"compact"``, the default, which converts the model and needs the least memory; or ``"dense"``, which
                 leaves the model as it is and forms full gradients.
             rank: rows to train per weight, a number or a fraction; ``None`` for a model that is converted already.
@@ -106,7 +109,22 @@ def _from_arguments(args: TrainingArguments | None) -> dict[str, Any]:
         "eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,
         "seed": args.seed,
+        **_from_optim_args(args.optim_args),
     }
+
+
+def _from_optim_args(text: str | None) -> dict[str, Any]:
+    """``optim_args``, separated as Trainer separates them; a value that is no Python literal is a string."""
+    found: dict[str, Any] = {}
+    for pair in text.replace(" ", "").split(",") if text else ():
+        name, equals, value = pair.partition("=")
+        if not equals or name not in {*signature(GrassAdamW).parameters} - {"params", "rank"}:
+            raise ValueError(f"Invalid optim_args={text!r}: {pair!r} is no argument of GrassAdamW with a value")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
 
 
 def _targets(model: nn.Module, args: TrainingArguments | None) -> Targets:

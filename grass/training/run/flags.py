@@ -41,6 +41,12 @@ def add_optimizer_flags(add: AddFlag) -> None:
     add("--compact", action="store_true", help="grass: never form full gradients; dim auto is then 1")
     add("--active-dtype", choices=("float32", "bfloat16"), help="--compact: of active rows; default: the weights'")
     add("--weights", choices=("int8",), help="--compact: precision of frozen weights; default: --dtype")
+    add(
+        "--offload",
+        action="store_true",
+        help="grass, adamw: keep the optimizer's state in host memory and step there during the next forward; "
+        "adamw is then GrassAdamW at full rank, which is AdamW",
+    )
 
 
 def add_option(add: AddFlag, name: str) -> None:

@@ -18,6 +18,8 @@ from grass.options import DEFAULTS, Options, validate
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 """Device types on which torch has a fused AdamW."""
 
+OFFLOADABLE = ("adamw", "grass")
+"""Optimizers that can step in host memory."""
 
 GRASS = Options()
 """The defaults of :class:`grass.GrassAdamW`."""
@@ -44,6 +46,8 @@ class OptimizerConfig:
         compact: convert the model to compact mode, so that full gradients are never formed.
         active_dtype: precision of compact mode's active rows; ``None`` is the weights' precision, float32 for int8.
         weights: ``"int8"`` stores compact mode's frozen weights in 8 bits.
+        offload: keep the optimizer's state in host memory and step there (grass, adamw). ``name="adamw"`` is then
+            :class:`grass.GrassAdamW` at full rank, which is AdamW.
     """
 
     name: str = "grass"
@@ -71,6 +75,7 @@ class OptimizerConfig:
     compact: bool = False
     active_dtype: str | None = None
     weights: str | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
@@ -85,6 +90,10 @@ class OptimizerConfig:
             )
         if not self.compact and (self.active_dtype or self.weights):
             raise ValueError(f"active_dtype={self.active_dtype}, weights={self.weights} need compact=True")
+        if self.offload and self.name not in OFFLOADABLE:
+            raise ValueError(f"Invalid offload=True with name={self.name}: must be one of {', '.join(OFFLOADABLE)}")
+        if self.offload and self.weights:
+            raise ValueError(f"Invalid offload=True with weights={self.weights}: offload takes plain weights")
 
     @property
     def resumable(self) -> bool:
@@ -130,8 +139,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 def _adamw(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    fused = all(parameter.device.type in FUSED_DEVICES for parameter in model.parameters())
-    return AdamW(model.named_parameters(), **config.common, fused=fused or None)
+    fused = all(parameter.device.type in FUSED_DEVICES for parameter in model.parameters()) or None
+    if config.offload:  # with `fused`, so that its checkpoints and AdamW's are interchangeable
+        return GrassAdamW(model.named_parameters(), **config.common, fused=fused, offload="cpu")
+    return AdamW(model.named_parameters(), **config.common, fused=fused)
 
 
 def convert(module: nn.Module, number: int = 0, *, config: OptimizerConfig) -> None:
@@ -148,10 +159,11 @@ def convert(module: nn.Module, number: int = 0, *, config: OptimizerConfig) -> N
 
 
 def _grass(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    common = {**config.common, "offload": "cpu" if config.offload else None}
     if not config.compact:
-        return GrassAdamW(param_groups(model, config.rank, dim=config.grass_dim, **config.grass), **config.common)
+        return GrassAdamW(param_groups(model, config.rank, dim=config.grass_dim, **config.grass), **common)
     convert(model, config=config)
-    return GrassAdamW(model, **config.common, **{**config.grass, "explore": None})
+    return GrassAdamW(model, **common, **{**config.grass, "explore": None})
 
 
 def _low_rank_keys(config: OptimizerConfig, scale: str, published: float) -> dict[str, Any]:

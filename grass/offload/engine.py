@@ -1,0 +1,305 @@
+"""The step of an optimizer whose state is on the host: three tasks for each parameter, which overlap.
+
+``optimizer.step`` queues, parameter by parameter in forward order, the gradient's way down, the update on the host, and
+the values' way up, and returns. The next forward waits for each parameter when it comes to it
+(:mod:`grass.offload.gate`). Nothing is stale: the next forward sees every weight stepped by this gradient. Some
+parameters may be stepped by the device instead (:mod:`grass.offload.visits`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from grass.compact_mode.layer import CompactLayer
+from grass.cpu.kernel import use_threads
+from grass.offload.executor import Executor
+from grass.offload.gate import Gate
+from grass.offload.home import Home
+from grass.offload.link import Link
+from grass.offload.options import Offload
+from grass.offload.replicas import LayerReplica, Replica
+from grass.offload.schedule import Unit, placement, schedule
+from grass.offload.sizes import Sizes, bytes_at_home
+from grass.offload.tasks import Task
+from grass.offload.tuning import Tuning
+from grass.offload.visits import Visit, bring_to_host, state_bytes
+from grass.options import Options
+from grass.parallel.background import Background
+from grass.parallel.shards import is_sharded
+from grass.state.refresh import refresh_due
+from grass.state.schema import State, shared_steps
+from grass.stepping.whole import WholeStep
+
+logger = logging.getLogger("grass")
+
+Groups = list[dict[str, Any]]
+
+
+Place = tuple[Tensor, dict[str, Any], int]
+"""A parameter that has a gradient, its group, and its place among all parameters."""
+
+
+class Engine:
+    """``optimizer.offload``: the replicas of an optimizer's parameters, and what steps them.
+
+    ``print`` shows the measured rates, the fraction, the predicted and the measured step.
+
+    Attributes:
+        options: as the user gave them.
+        last_tasks: the tasks of the last step, for :mod:`grass.offload.timeline`.
+    """
+
+    def __init__(self, options: Offload) -> None:
+        self.options = options
+        self.last_tasks: list[Task] = []
+        self._executor = Executor(deadline=options.deadline)
+        self._links: dict[torch.device, Link] = {}
+        self._replicas: dict[Tensor, Replica] = {}
+        self._pending: dict[Tensor, Task] = {}
+        self._sizes: dict[Tensor, Sizes] = {}
+        self._home = Home(options.path)
+        self._at_home: dict[Tensor, dict[str, Tensor]] = {}
+        self._gate = Gate(self.finish)
+        self._tuning = Tuning(options.fraction)
+        self._measured: float | None = None
+
+    def step(self, groups: Groups, whole: WholeStep) -> None:
+        """Queue the step of all parameters that have a gradient."""
+        host, device = _beside(whole), _beside(whole)
+        for group in groups:
+            host.options[id(group)] = device.options[id(group)] = _fixed(Options.of(group))
+        members = self._members(groups)
+        if not self._replicas:
+            self._home.check_room(
+                sum(bytes_at_home(p, whole.layers.get(id(p)), host.options[id(group)]) for p, group, _ in members)
+            )
+        chooses = whole.ranks.group is not None and any(
+            _chooses(whole.states[p], host.options[id(group)]) for p, group, _ in members
+        )
+        fraction = 0.0 if chooses else self._tuning.fraction  # ranks communicate in one order: in one thread
+        there = placement(fraction, [p.numel() for p, *_ in members])
+        units = [
+            self._visit(m, whole, device) if visits else self._send(m, whole, host)
+            for m, visits in zip(members, there, strict=True)
+        ]
+        self._submit(members, units, whole)
+        everything = chooses or not self.options.overlap
+        self.finish(p for p, *_ in members if everything or not self._is_waited_for(p, whole))
+        whole.chosen.extend(host.chosen + device.chosen if chooses else [])
+
+    def finish(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Wait until parameters have the values that the last step gave them; by default all.
+
+        Raises:
+            RuntimeError: a copy or an update has failed, or takes longer than the deadline.
+        """
+        for p in list(self._pending if parameters is None else parameters):
+            task = self._pending.get(p)
+            if task is None:
+                continue
+            self._executor.wait(task)
+            if self._pending.pop(p, None) is not None and p in self._replicas:
+                with torch.inference_mode(False), torch.no_grad():  # sketches are made here
+                    self._replicas[p].arrive()
+        if parameters is None:
+            self._learn()
+
+    def finish_for(self, optimizer: object) -> None:
+        """Let the last step of an optimizer end, although the optimizer itself is dropped."""
+        weakref.finalize(optimizer, self._end).atexit = False
+
+    def _end(self) -> None:
+        if self._executor.is_own_thread():  # the garbage collector runs in any thread
+            threading.Thread(target=self._end, name="grass-end").start()
+            return
+        try:
+            self.finish()
+        except RuntimeError as error:
+            logger.warning("Grass: the last step of a dropped optimizer did not end: %s", error)
+
+    def rebuild(self, states: dict[Tensor, State]) -> None:
+        """Bring loaded state to the host; replicas are made again from the parameters."""
+        self._replicas.clear()
+        self._at_home.clear()
+        for state in states.values():
+            bring_to_host(state)
+
+    def link(self, device: torch.device) -> Link:
+        """The link to a device."""
+        if device not in self._links:
+            self._links[device] = Link(device, bytes_per_second=self.options.bytes_per_second)
+        return self._links[device]
+
+    def plan(self, fraction: float) -> list[Task]:
+        """The tasks of a step in which the device takes this fraction, without work."""
+        there = placement(fraction, [p.numel() for p in self._sizes])
+        every = zip(self._sizes.values(), there, strict=True)
+        units = [
+            Unit("", True, s.elements, s.state, s.state) if visits else Unit("", False, s.elements, s.down, s.up)
+            for s, visits in every
+        ]
+        return schedule(units)[0]
+
+    def __repr__(self) -> str:
+        machine, predicted = self._tuning.machine, self._tuning.predicted(self.plan)
+        if machine is None or predicted is None or self._measured is None:
+            return f"{self.options}: nothing measured yet"
+        rates = f"host {machine.host_rate / 1e6:.0f} M elements/s, device {machine.device_rate / 1e6:.0f} M elements/s"
+        link = f"down {machine.down_rate / 1e9:.2f} GB/s, up {machine.up_rate / 1e9:.2f} GB/s"
+        step = f"step predicted {predicted * 1e3:.1f} ms, measured {self._measured * 1e3:.1f} ms"
+        return f"{self.options}: the device takes {self._tuning.fraction:.0%}; {rates}; {link}; {step}"
+
+    def _members(self, groups: Groups) -> list[Place]:
+        """The parameters that have a gradient, in forward order."""
+        every = [(p, group) for group in groups for p in group["params"]]
+        found = {p: (p, group, i) for i, (p, group) in enumerate(every) if p.grad is not None}
+        self._gate.watch(found)
+        return [found[p] for p in self._gate.order(list(found))]
+
+    def _send(self, member: Place, whole: WholeStep, host: WholeStep) -> Unit:
+        """The unit of a parameter that the host steps."""
+        p, group, position = member
+        replica, state, link = self._replica(p, whole.layers.get(id(p))), whole.states[p], self.link(p.device)
+        host.states[replica.host] = state
+        if replica.layer is not None:
+            host.layers[id(replica.host)] = replica.layer
+        if p in whole.given_norms and _is_due(state, host.options[id(group)]):
+            host.given_norms[replica.host] = whole.given_norms.pop(p).cpu()
+        whole.stepped.add(id(p))
+        replica.begin(link, decays_all=host.options[id(group)].decay == "all")
+        self._sizes[p] = Sizes(p.numel(), replica.bytes_down(), replica.bytes_up(), state_bytes(state))
+        return Unit(
+            _name(replica.layer, position),
+            False,
+            *self._sizes[p][:3],
+            down=partial(replica.take, link),
+            update=partial(self._update, host, member, replica),
+            up=partial(replica.give, link),
+        )
+
+    def _update(self, host: WholeStep, member: Place, replica: Replica) -> None:
+        """Step a parameter on the host, in the executor's thread."""
+        use_threads(self.options.threads)
+        p, group, position = member
+        host.advance(group, [(position, replica.host)])
+        self._home.settle(host.states[replica.host], self._at_home.setdefault(p, {}))
+
+    def _visit(self, member: Place, whole: WholeStep, device: WholeStep) -> Unit:
+        """The unit of a parameter that the device steps."""
+        p, group, position = member
+        layer, link = whole.layers.get(id(p)), self.link(p.device)
+        visit = Visit(p, whole.states[p], layer)
+        self._replicas.pop(p, None)
+        self._watch(p, layer)
+        whole.stepped.add(id(p))
+        if layer is not None:
+            device.layers[id(visit.parameter)] = layer
+        if p in whole.given_norms and _is_due(whole.states[p], device.options[id(group)]):
+            device.given_norms[visit.parameter] = whole.given_norms.pop(p)
+        size = state_bytes(whole.states[p])
+        self._sizes[p] = self._sizes.get(p, Sizes(p.numel(), p.nbytes, p.nbytes, 0))._replace(state=size)
+        return Unit(
+            _name(layer, position),
+            True,
+            p.numel(),
+            size,
+            size,
+            down=partial(visit.down, link),
+            update=partial(visit.step, device, group, position),
+            up=partial(visit.up, link),
+        )
+
+    def _replica(self, p: Tensor, layer: CompactLayer | None) -> Replica:
+        replica = self._replicas.get(p)
+        if replica is None or not replica.is_current():
+            self._watch(p, layer)
+            self._replicas[p] = replica = Replica(p, self._home) if layer is None else LayerReplica(layer, self._home)
+        return replica
+
+    def _watch(self, p: Tensor, layer: CompactLayer | None) -> None:
+        """Make a converted layer wait for its rows.
+
+        Raises:
+            ValueError: the parameter cannot be offloaded.
+        """
+        if is_sharded(p):
+            raise ValueError("offload takes whole parameters, got a DTensor, as FSDP2 and tensor parallelism make")
+        if layer is not None and layer.weights:
+            raise ValueError(f"offload does not take weights={layer.weights!r}: convert with weights=None")
+        if layer is not None:
+            layer.arriving = _Arriving(self, p)
+
+    def _submit(self, members: list[Place], units: list[Unit], whole: WholeStep) -> None:
+        tasks, ends = schedule(units)
+        layers = [whole.layers.get(id(p)) for p, *_ in members]
+        stepped = [(p,) if layer is None else (p, layer.weight) for (p, *_), layer in zip(members, layers, strict=True)]
+        increment_version([tensor for tensors in stepped for tensor in tensors])  # a graph that saved them is stale
+        for p, *_ in members:
+            if p in self._replicas:
+                self._replicas[p].depart()
+        self.last_tasks = tasks
+        self._pending = {p: end for (p, *_), end in zip(members, ends, strict=True)}
+        self._executor.submit(tasks)
+
+    def _learn(self) -> None:
+        """Measure the step that has ended."""
+        tasks = self.last_tasks
+        if tasks and all(task.done for task in tasks) and self._measured_tasks is not tasks:
+            self._measured_tasks = tasks
+            self._measured = max(t.end or 0.0 for t in tasks) - min(t.start or 0.0 for t in tasks)
+            self._tuning.learn(tasks, self.plan)
+
+    _measured_tasks: list[Task] | None = None
+
+    def _is_waited_for(self, p: Tensor, whole: WholeStep) -> bool:
+        return id(p) in whole.layers or self._gate.guards(p)
+
+
+class _Arriving:
+    """Waits for the active rows of a layer; the layer calls it before it reads its values."""
+
+    def __init__(self, engine: Engine, p: Tensor) -> None:
+        self._engine, self._p = weakref.ref(engine), weakref.ref(p)
+
+    @torch.compiler.disable(reason="it waits for the host")  # type: ignore[misc]
+    def __call__(self) -> None:
+        engine, p = self._engine(), self._p()
+        if engine is not None and p is not None:
+            engine.finish([p])
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copied layer waits for nothing
+
+
+def _beside(whole: WholeStep) -> WholeStep:
+    """A step of some of the parameters, in a thread of its own."""
+    return WholeStep({}, {}, whole.ranks, Background(), {})
+
+
+def _fixed(options: Options) -> Options:
+    """The options as they are now: a scheduler may change the learning rate before the host reads it."""
+    return replace(options, lr=float(options.lr))
+
+
+def _is_due(state: State, options: Options) -> bool:
+    """Whether dense mode selects rows in the coming step."""
+    return not state or ("indices" in state and refresh_due(state, options))
+
+
+def _chooses(state: State, options: Options) -> bool:
+    """Whether the coming step may select rows, for which ranks communicate; compact mode does so after its update."""
+    return _is_due(state, options) or ("indices" in state and shared_steps(state) + 1 >= options.update_interval)
+
+
+def _name(layer: CompactLayer | None, position: int) -> str:
+    return layer.label if layer is not None and layer.label else f"parameter {position}"

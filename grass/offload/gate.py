@@ -1,0 +1,194 @@
+"""Where the next forward waits for values that are still on their way.
+
+Active rows of converted layers need no gate: their layer waits when it is used. Other parameters wait at the entry of a
+module, found in the first forward:
+
+- a *block*, an item of the outermost ``ModuleList`` or ``Sequential`` that has run, waits for all parameters in it;
+- the outermost module waits for all others that it holds: embeddings, head, norms, and what modules share. So does each
+  module between it and the blocks, and each beside them: any of them may be called without the outermost one.
+
+So a parameter is on the device before any code of its block runs, also where another module than its owner reads it. If
+a part is compiled, there are no blocks, and the outermost module waits for active rows too: compiled layers do not.
+Parameters that no such module holds are waited for in ``step``, and so are those of a module after
+``module.compile()``, which hooks do not enter. ``state_dict`` and ``load_state_dict`` of a module, its copies and its
+pickles wait too. Code that reads a parameter in another way right after a step calls ``optimizer.offload.finish()``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from grass.compact_mode.layer import CompactLayer
+
+Wait = Callable[[Iterable[Tensor]], None]
+Parameters = dict[Tensor, None]
+"""A set in order."""
+
+
+class Gate:
+    """Makes modules wait for their parameters.
+
+    Args:
+        wait: waits for some parameters.
+    """
+
+    def __init__(self, wait: Wait) -> None:
+        self._wait = weakref.WeakMethod(wait)  # type: ignore[type-var]
+        self._order: dict[Tensor, int] = {}
+        self._guarded: set[Tensor] = set()
+        self._parameters: set[Tensor] = set()
+        self._sets: list[Parameters] = []
+        self._search: RemovableHandle | None = None
+        self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._handles)
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Find the modules that hold these parameters, in the next forward."""
+        self._parameters.update(parameters)
+        if self._search is None and not self._handles:
+            reference = weakref.ref(self)
+
+            def search(module: nn.Module, args: Any) -> None:
+                if (gate := reference()) is not None:
+                    gate._found(module)
+
+            untraced: Callable[..., None] = torch.compiler.disable(search, reason="it waits for the host")  # type: ignore[no-untyped-call]
+            self._search = register_module_forward_pre_hook(untraced)
+            weakref.finalize(self, self._search.remove)
+
+    def guards(self, p: Tensor) -> bool:
+        """Whether a module waits for this parameter."""
+        return p in self._guarded
+
+    def order(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Parameters as the forward comes to them: those of the outermost module, then block by block."""
+        last = len(self._order)
+        return sorted(parameters, key=lambda p: self._order.get(p, last))
+
+    def pass_by(self, number: int, *, is_block: bool) -> None:
+        """Wait for a set of parameters. A block that runs takes its own from the outermost module."""
+        self._wait_for(self._sets[number])
+        if is_block:
+            for p in self._sets[number]:
+                self._sets[0].pop(p, None)
+
+    def finish(self) -> None:
+        """Wait for all parameters."""
+        self._wait_for(self._parameters)
+
+    def _found(self, module: nn.Module) -> None:
+        """Guard the parameters of the outermost module of a forward, if it holds any."""
+        compiled = any(map(_is_compiled, module.modules()))
+        held = self._held(module, with_rows=compiled)
+        if not held or self._search is None:
+            return
+        self._search.remove()
+        self._search = None
+        self._register(module, held, [] if compiled else list(_blocks(module)))
+        self._wait_for(held)
+
+    def _register(self, module: nn.Module, held: Parameters, blocks: list[nn.Module]) -> None:
+        owners = Counter(p for submodule in module.modules() for p in submodule.parameters(recurse=False))
+        inside = [{p: None for p in block.parameters() if p in held and owners[p] == 1} for block in blocks]
+        self._sets = [held, *inside]
+        if getattr(module, "_compiled_call_impl", None) is None:
+            blocked = {p: None for own in inside for p in own}
+            order = [*(p for p in held if p not in blocked), *blocked]
+            self._order.update((p, i) for i, p in enumerate(order))
+            self._guarded.update(order)
+        for part in _without(module, set(blocks)):
+            self._handles.append(part.register_forward_pre_hook(_Hook(self, 0, in_graph=part is not module)))
+        for number, block in enumerate(blocks, 1):
+            self._handles.append(block.register_forward_pre_hook(_Hook(self, number, is_block=True)))
+        for part in module.modules():
+            if isinstance(part, CompactLayer) and part.active in self._guarded:
+                part.gated = True
+            own = {p: None for p in part.parameters(recurse=False) if p in held}
+            if own:
+                self._sets.append(own)
+                hook = _Hook(self, len(self._sets) - 1)
+                self._handles.append(part.register_state_dict_pre_hook(hook))
+                self._handles.append(part.register_load_state_dict_pre_hook(hook))
+
+    def _held(self, module: nn.Module, with_rows: bool = False) -> Parameters:
+        rows = {part.active for part in module.modules() if isinstance(part, CompactLayer) and not with_rows}
+        return {p: None for p in module.parameters() if p in self._parameters and p not in rows}
+
+    def _wait_for(self, parameters: Iterable[Tensor]) -> None:
+        wait = self._wait()
+        if wait is not None:
+            wait(list(parameters))
+
+
+class _Hook:
+    """Waits for parameters. It does not keep the gate alive. Copying it waits for all; the copy waits for nothing.
+
+    Args:
+        gate: what waits.
+        number: of the set of parameters.
+        is_block: whether it is the hook of a block.
+        in_graph: compiled code skips this hook, because the compiled module has waited before.
+    """
+
+    def __init__(self, gate: Gate, number: int, *, is_block: bool = False, in_graph: bool = False) -> None:
+        self._gate, self._number = weakref.ref(gate), number
+        self._is_block, self._in_graph = is_block, in_graph
+
+    def __call__(self, *unused: Any, **also_unused: Any) -> None:
+        if not (self._in_graph and torch.compiler.is_compiling()):
+            self._pass()
+
+    @torch.compiler.disable(reason="it waits for the host")  # type: ignore[misc]
+    def _pass(self) -> None:
+        if (gate := self._gate()) is not None:
+            gate.pass_by(self._number, is_block=self._is_block)
+
+    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
+        """Modules copy their hooks before the modules inside them, so values arrive before they are copied."""
+        if (gate := self._gate()) is not None:
+            gate.finish()
+        return _Nothing, ()
+
+
+class _Nothing:
+    """The hook of a copied module."""
+
+    def __call__(self, *unused: Any, **also_unused: Any) -> None: ...
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _without(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    """A module and those in it, without blocks and what is in them."""
+    seen = set(blocks)
+    waiting = [module]
+    while waiting:
+        part = waiting.pop()
+        if part not in seen:
+            seen.add(part)
+            yield part
+            waiting.extend(part.children())
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The items of the outermost lists of modules."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            yield from child.children()
+        else:
+            yield from _blocks(child)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

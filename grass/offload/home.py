@@ -1,0 +1,96 @@
+"""Where offloaded state and host copies lie: in host memory, or in memory-mapped files that may exceed it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from grass.state.schema import State
+
+SMALLEST = 1 << 16
+"""Bytes from which a tensor goes to a file."""
+
+
+class Home:
+    """Gives tensors a place in files of a directory. Without a directory it leaves them where they are.
+
+    The files are working memory, not a checkpoint: they are made when the optimizer steps first and go with it.
+
+    Args:
+        path: the directory, made if it is not there; ``None``: no files.
+
+    Raises:
+        ValueError: the path is not a directory that can be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self._directory: Path | None = None
+        self._count = 0
+        if path is None:
+            return
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            self._directory = Path(tempfile.mkdtemp(prefix="grass-", dir=path))
+        except OSError as error:
+            raise ValueError(f"Invalid path={os.fspath(path)!r}: must be a directory that can be written") from error
+        weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+
+    def check_room(self, nbytes: int) -> None:
+        """Check that the files will fit.
+
+        Args:
+            nbytes: how much they will hold.
+
+        Raises:
+            OSError: the disk has less space, before anything was written.
+        """
+        if self._directory is not None and (free := shutil.disk_usage(self._directory).free) < nbytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"offloaded state needs {nbytes / 1e9:.2f} GB in {self._directory.parent}, which has {free / 1e9:.2f}",
+            )
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """A tensor of the same shape, strides and dtype on the host, in a file if it is large enough."""
+        if self._directory is None or tensor.nbytes < SMALLEST:
+            return torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format)
+        name = str(self._directory / f"{self._count}.bin")
+        self._count += 1
+        with open(name, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # a full disk is an error here, not a crash later
+        flat = torch.from_file(name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        os.unlink(name)  # the mapping keeps it; nothing is left behind, also after a crash
+        strides = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+        return flat.as_strided(tensor.shape, strides)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor, at home."""
+        return self.empty_like(tensor).copy_(tensor.detach())
+
+    def settle(self, state: State, at_home: dict[str, Tensor]) -> None:
+        """Bring the tensors of a state home.
+
+        Args:
+            state: gets tensors that are at home in place of those that a step has made.
+            at_home: those that were brought before, by key; updated.
+        """
+        if self._directory is None:
+            return
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.nbytes >= SMALLEST and at_home.get(key) is not value:
+                held = at_home.get(key)
+                fits = held is not None and _same_layout(held, value)
+                at_home[key] = state[key] = held.copy_(value) if fits and held is not None else self.copy(value)
+        for key in set(at_home) - set(state):
+            del at_home[key]
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)

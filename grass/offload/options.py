@@ -1,0 +1,76 @@
+"""What ``GrassAdamW(offload=...)`` takes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Offload:
+    """How the optimizer's state is kept and stepped on the host.
+
+    Attributes:
+        fraction: share of the parameters' elements that the device steps, while the host steps the others: their state
+            visits the device (:mod:`grass.offload.visits`). ``"auto"`` measures the first steps and takes the share
+            that a simulation finds fastest.
+        threads: threads of the CPU kernel; ``None``: as many as torch uses. Results depend on their number as those of
+            the resident optimizer do. Parameters at full rank are stepped by torch, with torch's threads.
+        path: a directory: moments, bank and the copies of the weights lie in memory-mapped files there, which may be
+            larger than the host's memory. ``None``: in memory.
+        overlap: return from ``optimizer.step()`` before the host has finished; ``False`` waits.
+        deadline: seconds after which a copy or an update that has not ended is an error.
+        bytes_per_second: for devices that are the CPU itself: slows copies down to this rate in each direction, so that
+            a machine without an accelerator can show what overlaps. ``None``: as fast as it goes.
+
+    Raises:
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of range; the message says what is allowed.
+    """
+
+    fraction: float | str = 0.0
+    threads: int | None = None
+    path: str | os.PathLike[str] | None = None
+    overlap: bool = True
+    deadline: float = 600.0
+    bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.overlap, bool):
+            raise TypeError(f"Invalid overlap={self.overlap!r}: must be True or False")
+        if self.fraction != "auto":
+            self._check("fraction", "a number in [0, 1] or 'auto'", lambda v: 0 <= v <= 1)
+        if self.threads is not None:
+            self._check("threads", "an integer >= 1 or None", lambda v: v >= 1, int)
+        if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
+            raise TypeError(f"Invalid path={self.path!r}: must be a path or None")
+        self._check("deadline", "a finite number > 0", lambda v: 0 < v < math.inf)
+        if self.bytes_per_second is not None:
+            self._check("bytes_per_second", "a finite number > 0 or None", lambda v: 0 < v < math.inf)
+
+    def _check(self, name: str, words: str, holds: Callable[[Any], bool], *types: type) -> None:
+        value = getattr(self, name)
+        message = f"Invalid {name}={value!r}: must be {words}"
+        if isinstance(value, bool) or not isinstance(value, types or (int, float)):
+            raise TypeError(message)
+        if not holds(value):
+            raise ValueError(message)
+
+    @staticmethod
+    def of(value: Offload | str | None) -> Offload | None:
+        """The options that ``offload=`` stands for; ``"cpu"`` means the defaults.
+
+        Raises:
+            TypeError: it is neither a string nor :class:`Offload` nor ``None``.
+            ValueError: it is another string.
+        """
+        if value is None or isinstance(value, Offload):
+            return value
+        if not isinstance(value, str):
+            raise TypeError(f"Invalid offload={value!r}: must be 'cpu', a grass.Offload, or None")
+        if value != "cpu":
+            raise ValueError(f"Invalid offload={value!r}: must be 'cpu', a grass.Offload, or None")
+        return Offload()

@@ -1,0 +1,143 @@
+"""What the threads of an executor share: queues of tasks, what runs, and the first fault."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from typing import Self
+
+import torch
+
+from grass.offload.tasks import Task
+
+SHOWN = 5
+"""Tasks of a queue that a report names."""
+
+
+class Queues:
+    """The queues of one executor, guarded by one lock: ``with queues: ...``.
+
+    Threads refer to this object, not to the executor. The executor can be garbage-collected while they wait.
+
+    Attributes:
+        process: which process the threads belong to.
+        changed: notified whenever a task ends or something else below changes.
+        pending: all tasks that have not ended.
+        threads: by resource.
+        fault: the first thing that went wrong, with the report of that moment.
+    """
+
+    def __init__(self, resources: tuple[str, ...], deadline: float) -> None:
+        self.deadline = deadline
+        self.process = os.getpid()
+        self.changed = threading.Condition()
+        self.pending: set[Task] = set()
+        self.threads: dict[str, threading.Thread] = {}
+        self.fault: str | None = None
+        self._cause: BaseException | None = None
+        self._waiting: dict[str, deque[Task]] = {resource: deque() for resource in resources}
+        self._running: dict[str, Task] = {}
+
+    def __enter__(self) -> Self:
+        self.changed.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.changed.release()
+
+    def append(self, tasks: list[Task]) -> None:
+        """Queue tasks, and start the threads that they need."""
+        for task in tasks:
+            task.after = tuple(other for other in task.after if not other.done)
+            self.pending.add(task)
+            self._waiting[task.resource].append(task)
+        for resource in {task.resource for task in tasks} - self.threads.keys():
+            thread = threading.Thread(target=self._run, args=(resource,), name=f"grass-{resource}", daemon=True)
+            self.threads[resource] = thread
+            thread.start()
+        self.changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads after what they run now. The garbage collector may call this, even in a forked child."""
+        if os.getpid() == self.process:
+            with self:
+                self.fail("The executor is closed")
+
+    def fail(self, what: str, cause: BaseException | None = None) -> None:
+        """Keep the first fault: no other task starts, and whoever waits is told."""
+        if self.fault is None:
+            self.fault, self._cause = f"{what}.\n{self.report()}", cause
+        self.changed.notify_all()
+
+    def raise_fault(self) -> None:
+        """Raise ``RuntimeError`` if there was a fault."""
+        if self.fault is not None:
+            raise RuntimeError(self.fault) from self._cause
+
+    def check_threads(self) -> None:
+        """Note a fault if a thread has died or a task runs longer than the deadline."""
+        for resource, thread in self.threads.items():
+            if self.fault is None and not thread.is_alive():
+                self.fail(f"The thread of {resource!r} died")
+        if self.until_deadline() <= 0:
+            late = min(self._running.values(), key=lambda task: task.start or 0.0)
+            self.fail(f"Task {late.name!r} on {late.resource!r} runs for more than {self.deadline} s")
+
+    def until_deadline(self) -> float:
+        """Seconds until a running task reaches the deadline; infinite if none runs."""
+        starts = [task.start for task in self._running.values() if task.start is not None]
+        return min(starts, default=float("inf")) + self.deadline - time.perf_counter()
+
+    def report(self) -> str:
+        """What runs and what waits, one resource a line; at the moment of the fault if there was one."""
+        return self.fault or "\n".join(f"  {resource}: {self._describe(resource)}" for resource in self._waiting)
+
+    def _describe(self, resource: str) -> str:
+        running, queue = self._running.get(resource), self._waiting[resource]
+        now = "idle" if running is None else f"runs {running.name!r}"
+        if running is not None and running.start is not None:
+            now += f" for {time.perf_counter() - running.start:.1f} s"
+        names = [_name(task) for task in list(queue)[:SHOWN]]
+        more = [f"{len(queue) - SHOWN} more"] if len(queue) > SHOWN else []
+        return f"{now}; {len(queue)} waiting" + (f": {', '.join(names + more)}" if names else "")
+
+    @torch.no_grad()
+    def _run(self, resource: str) -> None:
+        """The life of a thread."""
+        try:
+            while (task := self._take(resource)) is not None:
+                if task.work is not None:
+                    task.work()
+                self._finish(task)
+        except BaseException as error:  # SystemExit too: a thread that ends in silence leaves others waiting
+            running = self._running.get(resource)
+            what = f"The thread of {resource!r}" if running is None else f"Task {running.name!r} on {resource!r}"
+            with self:
+                self.fail(f"{what} failed: {error!r}", error)
+
+    def _take(self, resource: str) -> Task | None:
+        """The next task, once all that it waits for are done; ``None``: end the thread."""
+        queue = self._waiting[resource]
+        with self:
+            while self.fault is None:
+                if queue and all(other.done for other in queue[0].after):
+                    task = self._running[resource] = queue.popleft()
+                    task.start = time.perf_counter()
+                    return task
+                self.changed.wait()
+        return None
+
+    def _finish(self, task: Task) -> None:
+        with self:
+            task.work = None
+            task.end = time.perf_counter()
+            del self._running[task.resource]
+            self.pending.remove(task)
+            self.changed.notify_all()
+
+
+def _name(task: Task) -> str:
+    others = [repr(other.name) for other in task.after if not other.done]
+    return repr(task.name) + (f" (after {', '.join(others)})" if others else "")

@@ -1,0 +1,90 @@
+"""Short measurements of updates and copies.
+
+Tensors hold ones: pages that nobody has written yet share one page of zeros, which reads too fast.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from grass.cpu import kernel
+from grass.offload.link import Link
+
+SECONDS = 0.25
+"""How long each measurement takes, and one repetition more."""
+COLUMNS = 1024
+HOST_ROWS = 4096
+DEVICE_ROWS = 32768
+"""Rows of the updates: 64 MiB of weights, gradients and moments on the CPU, 512 MiB on the device, more than caches."""
+LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20
+"""Bytes of one copy."""
+
+
+def host_rate() -> float:
+    """Elements a second of an AdamW step on the CPU, by the C++ kernel if it can be built."""
+    if not kernel.at_hand():
+        return _torch_rate(torch.device("cpu"), HOST_ROWS)
+    values, grad, exp_avg, exp_avg_sq = (torch.ones(HOST_ROWS, COLUMNS) for _ in range(4))
+    indices = torch.arange(HOST_ROWS)
+
+    def step() -> None:
+        batch = kernel.Batch(True)
+        batch.add(kernel.Weight(None, indices, 0, grad, values, exp_avg, exp_avg_sq, 1, 1e-3, 1.0))
+        batch.run(betas=(0.9, 0.999), eps=1e-8, maximize=False)
+
+    return values.numel() / _seconds(step)
+
+
+def device_rate(device: torch.device) -> float:
+    """Elements a second of ``torch.optim.AdamW(fused=True)`` on the device."""
+    return _torch_rate(device, DEVICE_ROWS if device.type == "cuda" else HOST_ROWS)
+
+
+def link_rates(link: Link) -> tuple[float, float]:
+    """Bytes a second from the device and to it, measured at the same time."""
+    probe = torch.ones(LEAST_BYTES // 4, device=link.device), torch.ones(LEAST_BYTES // 4)
+    link.down(*probe)  # once, to be ready
+    start = time.perf_counter()
+    link.down(*probe)
+    probed = LEAST_BYTES / (time.perf_counter() - start)
+    elements = int(min(MOST_BYTES, max(LEAST_BYTES, probed * SECONDS / 5))) // 4
+
+    def rate(copy: Callable[[Tensor, Tensor], None], source: Tensor, out: Tensor) -> float:
+        return source.nbytes / _seconds(lambda: copy(source, out))
+
+    with ThreadPoolExecutor(2) as threads:
+        made = [torch.ones(elements, device=device) for device in (link.device, "cpu", "cpu", link.device)]
+        down = threads.submit(rate, link.down, *made[:2])
+        up = threads.submit(rate, link.up, *made[2:])
+        return down.result(), up.result()
+
+
+def _torch_rate(device: torch.device, rows: int) -> float:
+    weight = torch.ones(rows, COLUMNS, device=device)
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+
+    def step() -> None:
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return weight.numel() / _seconds(step)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The median time of work, repeated for :data:`SECONDS` and at least once, after one repetition that warms up."""
+    work()
+    times: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while not times or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return median(times)

@@ -1,0 +1,232 @@
+"""Host replicas: what the host keeps of one parameter. The code that steps parameters steps them in its place.
+
+A replica receives the gradient from the device, is stepped, and sends back what has changed. Nothing in between knows
+that it is a replica, so the result is the resident optimizer's, bit for bit.
+
+====================  =================================  ==================================
+parameter             gradient that goes down            values that come up
+====================  =================================  ==================================
+active rows           ``r + q`` rows                     ``r + q`` rows of the weight
+of a whole weight     all of it                          all of it
+at full rank          all of it                          all of it
+====================  =================================  ==================================
+
+Active rows that are more precise than their weight come up as well: ``r`` rows more. With ``decay="all"`` whole weights
+come up.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grass.compact_mode.layer import CompactLayer
+from grass.offload.home import Home
+from grass.offload.link import Link, is_dense
+from grass.selection.projector import Projector
+
+
+class Replica:
+    """The host's copy of a parameter that is not active rows of a converted layer.
+
+    Attributes:
+        device: the parameter.
+        host: its copy, which is stepped.
+        layer: the host's copy of a converted layer; here ``None``.
+    """
+
+    layer: CompactLayer | None = None
+
+    def __init__(self, parameter: Tensor, home: Home) -> None:
+        self.device = parameter
+        self.host: Tensor = nn.Parameter(home.copy(parameter), requires_grad=False)
+        self._grad = torch.empty(0)
+        self._version = self._stamp()
+
+    def is_current(self) -> bool:
+        """Whether nothing has changed the parameter since its values last came up."""
+        return self._stamp() == self._version
+
+    def begin(self, link: Link, *, decays_all: bool) -> None:
+        """Note, while ``optimizer.step`` runs, what goes down: it must not change before :meth:`take` has run.
+
+        Args:
+            link: to the parameter's device.
+            decays_all: whether the step changes all values of the weight.
+        """
+        grad = self.device.grad
+        assert grad is not None
+        if not is_dense(grad):
+            grad = grad.contiguous()
+        self._source, self._source_version, self._mark = grad, grad._version, link.mark()
+        if (grad.shape, grad.stride(), grad.dtype) != (self._grad.shape, self._grad.stride(), self._grad.dtype):
+            self._grad = torch.empty_like(grad, device="cpu", memory_format=torch.preserve_format)
+
+    def depart(self) -> None:
+        """Note the parameter: nothing may change it until its values have arrived."""
+        self._departed = self._stamp()
+
+    def check_unchanged(self) -> None:
+        """Raise ``RuntimeError`` if something has changed the parameter since :meth:`depart`."""
+        if self._stamp() != self._departed:
+            raise RuntimeError(
+                f"A parameter of shape {tuple(self.device.shape)} was changed while its step was on its way: call "
+                "optimizer.offload.finish() before"
+            )
+
+    def bytes_down(self) -> int:
+        """Bytes of the gradient."""
+        return self._grad.nbytes
+
+    def bytes_up(self) -> int:
+        """Bytes of the values that come up."""
+        return self.host.nbytes
+
+    def take(self, link: Link) -> None:
+        """Copy the gradient down."""
+        link.down(self._source, self._grad, self._mark)
+        check_gradient_unchanged(self.device, self._source_version, self._source)
+        del self._source
+        self.host.grad = self._grad
+
+    def give(self, link: Link) -> None:
+        """Copy the values up."""
+        self.host.grad = None
+        self.check_unchanged()
+        link.up(self.host.detach(), self.device.data, self._mark)  # .data: the version counts changes by others
+
+    def arrive(self) -> None:
+        """Finish on the device what :meth:`give` has brought, before its first use there."""
+        self.check_unchanged()
+        self._version = self._stamp()
+
+    def _stamp(self) -> tuple[int, int]:
+        return self.device._version, self.device.data_ptr()
+
+
+class LayerReplica(Replica):
+    """The host's copy of a converted layer."""
+
+    layer: CompactLayer
+
+    def __init__(self, layer: CompactLayer, home: Home) -> None:
+        self.source = layer
+        self.layer = host_layer(layer, home)
+        self.device, self.host = layer.active, self.layer.active
+        self._grad = torch.empty(0)
+        self._rows: Tensor | None = None
+        self._version = self._stamp()
+
+    def begin(self, link: Link, *, decays_all: bool) -> None:
+        """Note the gradient, and the sketch if one was gathered for this step."""
+        super().begin(link, decays_all=decays_all)
+        self._sends_all = decays_all
+        self._sketch = None
+        if self.source.sketch is not None:
+            self._sketch = self.source.end_sketch()
+
+    def take(self, link: Link) -> None:
+        """Copy the gradient and the sketch down."""
+        super().take(link)
+        if self._sketch is not None and self.layer.sketch is not None:
+            self.layer.sketch.grad = to_host(self._sketch)
+            self._sketch = None
+        self._before = Projector(self.layer.chosen.clone(), None, self.layer.dim)
+
+    def bytes_up(self) -> int:
+        """Bytes of the weight's rows, and of active rows that are more precise."""
+        layer = self.layer
+        rows = layer.weight.nbytes if self._sends_all else layer.active.numel() * layer.weight.element_size()
+        return rows + (layer.selected_part(layer.rows()).nbytes if self._is_wider() else 0)
+
+    def give(self, link: Link) -> None:
+        """Copy the stepped rows up, and those that the layer trains next."""
+        self.host.grad = None
+        matrix = self.layer.matrix()
+        rows = matrix if self._sends_all else self._before.gather(matrix)
+        self._rows = torch.empty_like(rows, device=self.device.device)
+        link.up(rows, self._rows, link.mark())
+        if self._is_wider():
+            selected = self.source.selected_part(self.source.rows())
+            self._selected = torch.empty_like(selected, memory_format=torch.contiguous_format)
+            link.up(self.layer.selected_part(self.layer.rows()).contiguous(), self._selected, link.mark())
+
+    def arrive(self) -> None:
+        """Write the rows into the weight, and bring the layer to the rows that train next."""
+        self.check_unchanged()
+        source, rows = self.source, self._rows
+        assert rows is not None
+        self._rows = None
+        device = source.chosen.device
+        if self._sends_all:
+            source.matrix().copy_(rows)
+        else:
+            Projector(self._before.indices.to(device), None, source.dim).scatter_(source.matrix(), rows)
+        source.chosen.copy_(self.layer.chosen)
+        source.reload()
+        if self._is_wider():
+            source.selected_part(source.rows()).copy_(self._selected)
+            del self._selected
+        source.norms, source.selections = self.layer.norms, self.layer.selections
+        if self.layer.sketch is not None and source.sketch is None:
+            signs = self.layer.signs
+            source.begin_sketch(None if signs is None else signs.to(device))
+        source.mark_synced()
+        self._version = self._stamp()
+
+    def _is_wider(self) -> bool:
+        return self.layer.active.dtype != self.layer.weight.dtype
+
+    def _stamp(self) -> Any:
+        return self.source._stamps(), self.source.selections
+
+
+def gradient_version(parameter: Tensor) -> int:
+    """How often the gradient has been changed in place."""
+    assert parameter.grad is not None
+    return parameter.grad._version
+
+
+def check_gradient_unchanged(parameter: Tensor, version: int, grad: Tensor | None = None) -> None:
+    """Check that a gradient has not been changed in place since ``optimizer.step``.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    grad = parameter.grad if grad is None else grad
+    assert grad is not None
+    if grad._version != version:
+        raise RuntimeError(
+            f"The gradient of a parameter of shape {tuple(parameter.shape)} was changed in place before the step had "
+            "read it: call zero_grad(set_to_none=True), its default, or optimizer.offload.finish() before"
+        )
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory with the same strides."""
+    copy = torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format)
+    return copy.copy_(tensor.detach())
+
+
+def host_layer(layer: CompactLayer, home: Home) -> CompactLayer:
+    """A converted layer with the same values in host memory, without hooks and not registered."""
+    copy: Any = type(layer).__new__(type(layer))
+    state = dict(vars(layer))
+    for name, value in state.items():
+        if isinstance(value, OrderedDict) and "hooks" in name:
+            state[name] = OrderedDict()
+    parameters = {"weight": layer.weight, "active": layer.active}
+    state["_parameters"] = {
+        name: nn.Parameter(home.copy(p), requires_grad=p.requires_grad) for name, p in parameters.items()
+    }
+    state["_parameters"]["bias"] = None
+    state["_buffers"] = {name: None if b is None else to_host(b) for name, b in layer._buffers.items()}
+    state["arriving"] = None
+    vars(copy).update(state)
+    if layer.sketch is not None:
+        copy.begin_sketch(None if layer.signs is None else layer.signs.cpu())
+    copy.mark_synced()
+    return copy  # type: ignore[no-any-return]

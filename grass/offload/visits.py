@@ -1,0 +1,88 @@
+"""Parameters that the device steps itself: their state visits the device for the step and goes back to the host.
+
+This is how Deep Optimizer States (Maurya et al., 2024, arXiv 2410.21316) uses a device that would otherwise wait for
+the host. Weights, gradients and active rows stay where they are. Moments go up and come down again; a bank stays on
+the host. The device's memory holds the state of the parameters that are on their way, not that of all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grass.compact_mode.layer import CompactLayer
+from grass.offload.link import Link
+from grass.offload.replicas import check_gradient_unchanged, gradient_version, to_host
+from grass.state.schema import HOST_KEYS, State
+from grass.stepping.whole import WholeStep
+
+
+class Visit:
+    """One step of one parameter on the device.
+
+    Args:
+        parameter: on the device.
+        state: its state, whose tensors are in host memory.
+        layer: the converted layer whose active rows it has.
+    """
+
+    def __init__(self, parameter: Tensor, state: State, layer: CompactLayer | None) -> None:
+        self._layer = layer
+        self._sketch = None if layer is None or layer.sketch is None else layer.sketch.grad
+        self.parameter = parameter.detach()  # keeps the gradient when the loop drops it
+        self.parameter.grad = parameter.grad
+        self._version = gradient_version(parameter)
+        self._state = state
+        self._there: dict[str, Any] = {}
+
+    def up(self, link: Link) -> None:
+        """Bring the state to the device."""
+        self._there = dict(self._state)
+        for key in _travelling(self._state):
+            source = self._state[key]
+            self._there[key] = torch.empty_like(source, device=self.parameter.device)
+            link.up(source, self._there[key], link.mark())
+
+    def step(self, whole: WholeStep, group: dict[str, Any], position: int) -> None:
+        """Step the parameter with the state that has come.
+
+        Raises:
+            RuntimeError: the gradient was changed in place since ``optimizer.step``.
+        """
+        check_gradient_unchanged(self.parameter, self._version)
+        if self._layer is not None and self._layer.sketch is not None:
+            self._layer.sketch.grad = self._sketch  # zero_grad() may have dropped it
+        whole.states[self.parameter] = self._there
+        whole.advance(group, [(position, self.parameter)])
+        whole.background.finish()
+
+    def down(self, link: Link) -> None:
+        """Bring the state back. It may have other tensors than before: a selection replaces them."""
+        mark = link.mark()
+        for key in _travelling(self._there):
+            came, held = self._there[key], self._state.get(key)
+            if held is None or (held.shape, held.stride(), held.dtype) != (came.shape, came.stride(), came.dtype):
+                held = torch.empty_like(came, device="cpu", memory_format=torch.preserve_format)
+            link.down(came, held, mark)
+            self._there[key] = held
+        self._state.clear()
+        self._state.update(self._there)
+        self._there, self.parameter.grad = {}, None
+
+
+def state_bytes(state: State) -> int:
+    """Bytes of a state that travel, each way."""
+    return sum(state[key].nbytes for key in _travelling(state))
+
+
+def bring_to_host(state: State) -> None:
+    """Move all tensors of a state to host memory, in place."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            state[key] = to_host(value)
+
+
+def _travelling(state: State) -> list[str]:
+    return [key for key, value in state.items() if isinstance(value, Tensor) and key not in HOST_KEYS]

@@ -1,0 +1,62 @@
+"""Whichever module is called after a step, it computes with weights that are stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from grass import GrassAdamW, Offload
+from tests.offload.training import network, same
+
+
+class Network(nn.Module):
+    """Reads a weight outside the blocks before it comes to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.embedding = network(), nn.Embedding(32, 32)
+        self.inner = nn.Module()
+        self.inner.norm = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.norm(self.embedding(x)) + self.body(x)
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager", fullgraph=True)
+
+
+@pytest.fixture
+def single_process_group() -> Any:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, compiled, lambda model: model], ids=["DDP", "compile", ""])
+@pytest.mark.parametrize(
+    "part", [lambda model, x: model(x), lambda model, x: model.embedding(x)], ids=["model", "part"]
+)
+def test_the_model_inside_a_wrapper_or_a_part_of_it_waits(
+    wrap: Callable[[nn.Module], nn.Module], part: Callable[[Any, Tensor], Tensor]
+) -> None:
+    results = []
+    for offload in (None, Offload(bytes_per_second=2e5)):
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        model = Network()
+        optimizer, wrapped = GrassAdamW(model.parameters(), lr=1e-2, offload=offload), wrap(model)
+        for step in range(3):
+            x = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(step))
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            results.append(part(model, x))
+    assert same(*results)

@@ -1,0 +1,185 @@
+"""Which modules have hooks, what these keep alive, and models that are compiled, copied or get another optimizer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from grass import GrassAdamW, Offload
+from grass.offload.gate import _Nothing
+from tests.offload.models import DENSE_MODES, EVERY_MODE, SLOW, evaluated, optimizer_for, step, steps
+from tests.offload.training import same
+
+Build = Callable[..., nn.Module]
+
+
+def hooked(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if module._forward_pre_hooks]
+
+
+def test_which_modules_have_hooks(tiny_llama: Build) -> None:
+    model = tiny_llama()
+    optimizer = optimizer_for(model, "full", Offload())
+    assert hooked(model) == []
+    steps(model, optimizer, 3)
+    outside = ["", "model", "model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers"]
+    assert sorted(hooked(model)) == sorted([*outside, "model.layers.0", "model.layers.1"])
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    assert len(hooks) == 0  # the search has ended
+    assert optimizer.offload is not None
+    gate = optimizer.offload._gate
+    order = gate.order(list(model.parameters()))
+    blocks = [p for layer in model.model.layers for p in layer.parameters()]
+    assert all(map(torch.equal, order[-len(blocks) :], blocks))
+    del optimizer, gate
+    gc.collect()
+    assert hooked(model) == []
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_nothing_is_kept_alive(mode: str, tiny_llama: Build) -> None:
+    model = tiny_llama()
+    optimizer = optimizer_for(model, mode, SLOW)
+    steps(model, optimizer, 2)
+    engine, dropped = weakref.ref(optimizer.offload), weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert dropped() is None
+    assert engine() is None
+    twin = copy.deepcopy(model)
+    parts = [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
+    del model
+    gc.collect()
+    assert all(part() is None for part in parts)
+    evaluated(twin)
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["freed at once", "freed by the collector"])
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_a_dropped_optimizer_ends_its_last_step(mode: str, scheduled: bool, tiny_llama: Build) -> None:
+    results = []
+    for offload in (None, SLOW):
+        model = tiny_llama()
+        optimizer = optimizer_for(model, mode, offload)
+        if scheduled:
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        steps(model, optimizer, 3)
+        del optimizer
+        gc.collect()
+        first = evaluated(model)
+        again = GrassAdamW(model if mode == "compact" else model.parameters(), lr=1e-2, offload=offload)
+        results.append((first, steps(model, again), dict(model.state_dict())))
+    assert same(*results)
+
+
+def test_a_worker_that_collects_garbage_does_not_wait_for_itself(tiny_llama: Build) -> None:
+    model = tiny_llama()
+    optimizer = optimizer_for(model, "full", Offload())
+    steps(model, optimizer, 2)
+    engine = optimizer.offload
+    assert engine is not None
+    engine.finish()
+    before, collecting = evaluated(model), threading.Event()
+    box = [optimizer]
+    update = engine._executor.submit
+
+    def submit(tasks: Any) -> None:
+        work = tasks[1].work
+
+        def drop_and_work() -> None:
+            assert collecting.wait(600)
+            box.clear()
+            gc.collect()
+            work()
+
+        tasks[1].work = drop_and_work
+        update(tasks)
+
+    engine._executor.submit = submit  # type: ignore[method-assign]
+    step(model, optimizer, 3)
+    dropped = weakref.ref(optimizer)
+    del optimizer
+    collecting.set()
+    assert evaluated(model) != before
+    engine.finish()
+    assert dropped() is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=str)
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_copies_have_the_stepped_values_and_wait_for_nothing(
+    mode: str, copied: Callable[[Any], Any], tiny_llama: Build
+) -> None:
+    results = []
+    for offload in (None, SLOW):
+        model = tiny_llama()
+        optimizer = optimizer_for(model, mode, offload)
+        steps(model, optimizer, 3)
+        twin = copied(model)
+        step(model, optimizer, 4)
+        hooks = [hook for module in twin.modules() for hook in module._forward_pre_hooks.values()]
+        assert {type(hook) for hook in hooks} <= {_Nothing}
+        assert all(getattr(module, "arriving", None) is None for module in twin.modules())
+        results.append((evaluated(twin), evaluated(model)))
+    assert same(*results)
+
+
+def compile_whole(model: Any) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def compile_in_place(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def compile_layers(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+def wrap_layers(model: Any) -> Any:
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(layer, backend="eager")
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [False, True], ids=["from the start", "after two steps"])
+@pytest.mark.parametrize("compiled", [compile_whole, compile_in_place, compile_layers, wrap_layers])
+@pytest.mark.parametrize("mode", ["dense", "compact"])
+def test_compiled(mode: str, compiled: Callable[[Any], Any], late: bool, tiny_llama: Build) -> None:
+    results = []
+    for offload in (None, SLOW):
+        torch.compiler.reset()
+        plain = tiny_llama()
+        optimizer = optimizer_for(plain, mode, offload)
+        losses = steps(plain, optimizer, 2) if late else []
+        model = compiled(plain)
+        losses += [value for i in range(3) for value in (step(model, optimizer, i), evaluated(model))]
+        step(model, optimizer, 5)
+        results.append((losses, evaluated(plain), dict(plain.state_dict())))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("mode", DENSE_MODES)
+def test_parameters_that_start_to_train_later(mode: str, tiny_llama: Build) -> None:
+    results = []
+    for offload in (None, SLOW):
+        model: Any = tiny_llama()
+        model.lm_head.weight.requires_grad_(False)
+        optimizer = GrassAdamW(model.parameters(), lr=1e-2, rank=None if mode == "full" else 4, offload=offload)
+        losses = steps(model, optimizer, 3)
+        model.lm_head.weight.requires_grad_(True)
+        results.append(losses + steps(model, optimizer, 3))
+    assert same(*results)
