@@ -271,7 +271,7 @@ class _Arriving:
     def __init__(self, engine: Engine, p: Tensor) -> None:
         self._engine, self._p = weakref.ref(engine), weakref.ref(p)
 
-    @torch.compiler.disable(reason="it waits for the host")  # type: ignore[misc]
+    @torch.compiler.disable(reason="it waits for the host")  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self) -> None:
         engine, p = self._engine(), self._p()
         if engine is not None and p is not None:

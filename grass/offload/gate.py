@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class Gate:
     """
 
     def __init__(self, wait: Wait) -> None:
-        self._wait = weakref.WeakMethod(wait)  # type: ignore[type-var]
+        self._wait = weakref.WeakMethod(wait)
         self._order: dict[Tensor, int] = {}
         self._guarded: set[Tensor] = set()
         self._parameters: set[Tensor] = set()
@@ -97,7 +97,9 @@ class Gate:
 
     def _register(self, module: nn.Module, held: Parameters, blocks: list[nn.Module]) -> None:
         owners = Counter(p for submodule in module.modules() for p in submodule.parameters(recurse=False))
-        inside = [{p: None for p in block.parameters() if p in held and owners[p] == 1} for block in blocks]
+        inside: list[Parameters] = [
+            {p: None for p in block.parameters() if p in held and owners[p] == 1} for block in blocks
+        ]
         self._sets = [held, *inside]
         if getattr(module, "_compiled_call_impl", None) is None:
             blocked = {p: None for own in inside for p in own}
@@ -111,12 +113,12 @@ class Gate:
         for part in module.modules():
             if isinstance(part, CompactLayer) and part.active in self._guarded:
                 part.gated = True
-            own = {p: None for p in part.parameters(recurse=False) if p in held}
+            own: Parameters = {p: None for p in part.parameters(recurse=False) if p in held}
             if own:
                 self._sets.append(own)
-                hook = _Hook(self, len(self._sets) - 1)
-                self._handles.append(part.register_state_dict_pre_hook(hook))
-                self._handles.append(part.register_load_state_dict_pre_hook(hook))
+                hook, saved = _Hook(self, len(self._sets) - 1), cast("Any", part)  # untyped in torch
+                self._handles.append(saved.register_state_dict_pre_hook(hook))
+                self._handles.append(saved.register_load_state_dict_pre_hook(hook))
 
     def _held(self, module: nn.Module, with_rows: bool = False) -> Parameters:
         rows = {part.active for part in module.modules() if isinstance(part, CompactLayer) and not with_rows}
@@ -146,7 +148,7 @@ class _Hook:
         if not (self._in_graph and torch.compiler.is_compiling()):
             self._pass()
 
-    @torch.compiler.disable(reason="it waits for the host")  # type: ignore[misc]
+    @torch.compiler.disable(reason="it waits for the host")  # type: ignore[no-untyped-call, untyped-decorator]
     def _pass(self) -> None:
         if (gate := self._gate()) is not None:
             gate.pass_by(self._number, is_block=self._is_block)

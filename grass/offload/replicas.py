@@ -139,7 +139,8 @@ class LayerReplica(Replica):
     def bytes_up(self) -> int:
         """Bytes of the weight's rows, and of active rows that are more precise."""
         layer = self.layer
-        rows = layer.weight.nbytes if self._sends_all else layer.active.numel() * layer.weight.element_size()
+        weight: Tensor = layer.weight
+        rows = weight.nbytes if self._sends_all else layer.active.numel() * weight.element_size()
         return rows + (layer.selected_part(layer.rows()).nbytes if self._is_wider() else 0)
 
     def give(self, link: Link) -> None:
@@ -178,7 +179,7 @@ class LayerReplica(Replica):
         self._version = self._stamp()
 
     def _is_wider(self) -> bool:
-        return self.layer.active.dtype != self.layer.weight.dtype
+        return bool(self.layer.active.dtype != self.layer.weight.dtype)
 
     def _stamp(self) -> Any:
         return self.source._stamps(), self.source.selections

@@ -57,7 +57,8 @@ class Tuning:
             if task.start is not None and task.end is not None:
                 self._amounts[task.resource] += task.amount
                 self._seconds[task.resource] += task.end - task.start
-        self.machine = Machine(*(self._rate(name) for name in ("host", "down", "up", "device")))
+        host, down, up, device = (self._rate(name) for name in ("host", "down", "up", "device"))
+        self.machine = Machine(host, down, up, device)
         if self._chosen is None and self._steps == len(TRIALS):
             self._chosen = best_fraction(plan, self.machine)
 

@@ -29,7 +29,6 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("Grass", {"selection": "multinomial_norm"}, True),
     ("Grass", {"explore": 0}, False),
     ("Grass", {"checkpointing": False, "chunk_tokens": 0}, False),
-    ("Grass", {"policy": "bank"}, False),
     ("Grass int8", {"moments": "8bit"}, False),
     ("Grass int8", {"moments": "8bit", "selection": "multinomial_norm"}, True),
     ("AdamW", {}, False),
