@@ -7,8 +7,8 @@ others are drawn at random. With ``D`` the AdamW direction of the selected rows 
     U_i   = phi * G_i                                      of an explored row i
     W_i  <- W_i - lr scale reach U_i / |U_i| mean_k |D_k|
 
-An explored row moves ``reach = min((n - r) / q, 3)`` times as far as the selected rows do on average, because it
-rests in other steps. With ``q = n - r`` every row moves and ``reach`` is 1. No state is kept. Scaling the rest of the
+An explored row moves ``reach = min((n - r) / q, 6 sqrt(q / n))`` times as far as the selected rows do on average,
+because it rests in other steps. With ``q = n - r`` every row moves and ``reach`` is 1. No state is kept. Scaling the rest of the
 gradient like its low-rank part is Fira's idea (Chen et al., 2024, arXiv 2410.01623, section 4); setting each row's
 length, and drawing the rows, are ours. ``docs/quality.md`` has the measurements.
 
@@ -27,8 +27,8 @@ from grass.kernels import row_norms
 from grass.parallel.shards import summed
 from grass.selection.draws import exploration_generator
 
-FARTHEST = 3.0
-"""The largest :func:`reach`: farther moves trained worse where an eighth was explored (``docs/quality.md``)."""
+LIMIT = 6.0
+"""Of :func:`reach`, for all rows explored: measured where a quarter and an eighth was (``docs/quality.md``)."""
 
 
 def resolve_explore(explore: int | float | None, rank: int, size: int) -> int:
@@ -46,12 +46,13 @@ def resolve_explore(explore: int | float | None, rank: int, size: int) -> int:
 
 
 def reach(size: int, rank: int, count: int) -> float:
-    """How many times as far as the selected rows an explored row moves: ``min((n - r) / q, 3)``.
+    """How many times as far as the selected rows an explored row moves: ``min((n - r) / q, 6 sqrt(q / n))``.
 
     A row is explored in ``q / (n - r)`` of the steps, so over many steps it moves as far as if it moved in each. The
-    noise of one move grows with its length, which is why the length is limited (``docs/quality.md``).
+    noise of a move grows with its length, and moves of few rows trained better when they were shorter
+    (``docs/quality.md``); hence the limit, which is 3 where a quarter is explored.
     """
-    return min((size - rank) / count, FARTHEST)
+    return min((size - rank) / count, LIMIT * math.sqrt(count / size))
 
 
 def gradient_scale(size: int, rank: int, count: int) -> float:
