@@ -164,10 +164,7 @@ class GrassAdamW(Optimizer):
         offload: Offload | str | None = None,
     ) -> None:
         defaults = {k: v for k, v in locals().items() if k not in ("self", "params", "offload", "__class__")}
-        options = Offload.of(offload)
-        self.offload = None if options is None else Engine(options)
-        if self.offload is not None:
-            self.offload.finish_for(self)
+        self._offload_by(Offload.of(offload))
         self._background = Background()
         self.given_norms: dict[Tensor, Tensor] = {}
         self._held: list[CompactLayer] | None = []
@@ -175,6 +172,12 @@ class GrassAdamW(Optimizer):
         self._checks = StepChecks([])
         self._named_by_model = isinstance(params, nn.Module)
         super().__init__(trainable_parameters(params) if isinstance(params, nn.Module) else params, as_plain(defaults))
+
+    def _offload_by(self, options: Offload | None) -> None:
+        """Step on the host if options are given."""
+        self.offload = None if options is None else Engine(options)
+        if self.offload is not None:
+            self.offload.finish_for(self)
 
     @staticmethod
     def profile_hook_step(func: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -197,9 +200,8 @@ class GrassAdamW(Optimizer):
         """Restore from a pickle or a checkpoint; keys that it lacks take their defaults."""
         self.__dict__.setdefault("_background", Background())
         self.__dict__.setdefault("given_norms", {})
-        if (options := state.pop("_offload_options", None)) is not None:
-            self.offload = Engine(options)
-            self.offload.finish_for(self)
+        if "_offload_options" in state:  # a copy
+            self._offload_by(state.pop("_offload_options"))
         self._held, self._health, self._going_on = None, Health(), None
         super().__setstate__(state)
         for group in self.param_groups:

@@ -64,7 +64,7 @@ def explore(reference: ReferenceGrass, state: dict, explored: int | float, size:
     drawn = draw_explored(state["indices"], size, explored, seed=0, parameter=0, step=reference.steps).tolist()
     assert len(set(drawn)) == explored
     assert set(drawn) <= set(others)
-    reference.explored, reference.reach = drawn, min(len(others) / explored, 6 * (explored / size) ** 0.5)
+    reference.explored, reference.reach = drawn, min(len(others) / explored, max(1.0, 6 * (explored / size) ** 0.5))
 
 
 def check_selection(norms: Tensor, state: dict, options: dict) -> None:

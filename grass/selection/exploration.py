@@ -7,10 +7,10 @@ others are drawn at random. With ``D`` the AdamW direction of the selected rows 
     U_i   = phi * G_i                                      of an explored row i
     W_i  <- W_i - lr scale reach U_i / |U_i| mean_k |D_k|
 
-An explored row moves ``reach = min((n - r) / q, 6 sqrt(q / n))`` times as far as the selected rows do on average,
-because it rests in other steps. With ``q = n - r`` every row moves and ``reach`` is 1. No state is kept. Scaling the rest of the
-gradient like its low-rank part is Fira's idea (Chen et al., 2024, arXiv 2410.01623, section 4); setting each row's
-length, and drawing the rows, are ours. ``docs/quality.md`` has the measurements.
+An explored row moves ``reach = min((n - r) / q, 6 sqrt(q / n))`` times as far as the selected rows do on average, and at
+least as far, because it rests in other steps. With ``q = n - r`` every row moves and ``reach`` is 1. No state is kept.
+Scaling the rest of the gradient like its low-rank part is Fira's idea (Chen et al., 2024, arXiv 2410.01623, section 4);
+setting each row's length, and drawing the rows, are ours. ``docs/quality.md`` has the measurements.
 
 The draw follows from seed, parameter and step: ranks agree on it without communication, and a resumed run repeats it.
 """
@@ -50,9 +50,9 @@ def reach(size: int, rank: int, count: int) -> float:
 
     A row is explored in ``q / (n - r)`` of the steps, so over many steps it moves as far as if it moved in each. The
     noise of a move grows with its length, and moves of few rows trained better when they were shorter
-    (``docs/quality.md``); hence the limit, which is 3 where a quarter is explored.
+    (``docs/quality.md``); hence the limit, which is 3 where a quarter is explored, and never below 1.
     """
-    return min((size - rank) / count, LIMIT * math.sqrt(count / size))
+    return min((size - rank) / count, max(1.0, LIMIT * math.sqrt(count / size)))
 
 
 def gradient_scale(size: int, rank: int, count: int) -> float:

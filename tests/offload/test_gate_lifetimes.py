@@ -114,7 +114,9 @@ def test_a_worker_that_collects_garbage_does_not_wait_for_itself(tiny_llama: Bui
     assert dropped() is None
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 @pytest.mark.parametrize("mode", EVERY_MODE)
 def test_copies_have_the_stepped_values_and_wait_for_nothing(
     mode: str, copied: Callable[[Any], Any], tiny_llama: Build

@@ -91,6 +91,7 @@ def test_a_begun_cell_is_left_to_its_process(tmp_path, grid_file):
         assert again == first
 
 
+@pytest.mark.slow
 def test_killed_and_continued(tmp_path, grid_file, base):
     wanted = "methods: [adamw, grass], horizon: short, seeds: [0], vary: {lr: [0.001, 0.01]}"
     grid_file.write_text(grid_file.read_text().replace(wanted, f"task: classify, {wanted}"))

@@ -212,6 +212,7 @@ def test_package_does_not_need_transformers():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_demo_smoke(tmp_path):
     demo = Path(PRETRAIN).with_name("demo.py")
     command = [sys.executable, str(demo), "--smoke", "--out", str(tmp_path / "demo")]
