@@ -7,10 +7,11 @@ others are drawn at random. With ``D`` the AdamW direction of the selected rows 
     U_i   = phi * G_i                                      of an explored row i
     W_i  <- W_i - lr scale reach U_i / |U_i| mean_k |D_k|
 
-An explored row moves ``reach = min((n - r) / q, 6 sqrt(q / n))`` times as far as the selected rows do on average, and at
-least as far, because it rests in other steps. With ``q = n - r`` every row moves and ``reach`` is 1. No state is kept.
-Scaling the rest of the gradient like its low-rank part is Fira's idea (Chen et al., 2024, arXiv 2410.01623, section 4);
-setting each row's length, and drawing the rows, are ours. ``docs/quality.md`` has the measurements.
+An explored row moves ``reach = min((n - r) / q, 6 sqrt(q / n))`` times as far as the selected rows do on average,
+because it rests in other steps; at least as far as they do. With ``q = n - r`` every row moves and ``reach`` is 1. No
+state is kept. Scaling the rest of the gradient like its low-rank part is Fira's idea (Chen et al., 2024, arXiv
+2410.01623, section 4); setting each row's length, and drawing the rows, are ours. ``docs/quality.md`` has the
+measurements.
 
 The draw follows from seed, parameter and step: ranks agree on it without communication, and a resumed run repeats it.
 """
