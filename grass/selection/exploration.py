@@ -29,7 +29,7 @@ from grass.parallel.shards import summed
 from grass.selection.draws import exploration_generator
 
 LIMIT = 6.0
-"""Of :func:`reach`, for all rows explored: measured where a quarter and an eighth was (``docs/quality.md``)."""
+"""The factor of ``sqrt(q / n)`` in :func:`reach`, measured with a quarter and an eighth explored."""
 
 
 def resolve_explore(explore: int | float | None, rank: int, size: int) -> int:
