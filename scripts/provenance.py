@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 from pathlib import Path
 
 import pandas as pd
 import torch
+
+from grass.offload.machine import processor
 
 
 def commit() -> str:
@@ -18,19 +19,9 @@ def commit() -> str:
     return os.environ.get("GRASS_COMMIT") or git.stdout.strip() or "unknown"
 
 
-def cpu() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
-
-
 def write(result: pd.DataFrame, path: Path, *, digits: int = 5, **run: object) -> None:
     """Write a table with the options of the run, commit, versions and machine in every row."""
-    machine = {"commit": commit(), "torch": torch.__version__, "cpu": cpu(), "threads": torch.get_num_threads()}
+    machine = {"commit": commit(), "torch": torch.__version__, "cpu": processor(), "threads": torch.get_num_threads()}
     path.parent.mkdir(parents=True, exist_ok=True)
     result.assign(**run, **machine).to_csv(path, index=False, float_format=f"%.{digits}g")
     print(f"written to {path}")

@@ -113,12 +113,13 @@ def machine_name(device: torch.device | str, threads: int | None = None) -> str:
         device: the device.
         threads: of the update on the CPU; ``None``: as many as torch uses now.
     """
-    name = f"{_processor()}, {threads or torch.get_num_threads()} threads"
+    name = f"{processor()}, {threads or torch.get_num_threads()} threads"
     is_cuda = torch.device(device).type == "cuda"
     return f"{name}, {torch.cuda.get_device_name(device) if is_cuda else torch.device(device).type}"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
