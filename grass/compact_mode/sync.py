@@ -63,11 +63,11 @@ class SyncedRows(ActiveRows):
             compare: compare values even if tensor versions show no change.
             probe: compare the first active row in the first few calls.
         """
-        if torch.compiler.is_compiling() and not self.gated:
+        compiling = torch.compiler.is_compiling()
+        if not (compiling and self.gated):
             self.arrive()
-        if torch.compiler.is_compiling() or self._sharded:
+        if compiling or self._sharded:
             return
-        self.arrive()
         now = self._stamps()
         if now is None or (now == self._synced and not compare and not (probe and self._changed_unseen())):
             return

@@ -30,7 +30,7 @@ from grass.offload.options import Offload
 from grass.offload.replicas import LayerReplica, Replica
 from grass.offload.schedule import Unit, placement, schedule
 from grass.offload.sizes import Sizes, bytes_at_home
-from grass.offload.tasks import Task
+from grass.offload.tasks import Task, measured_seconds
 from grass.offload.tuning import Tuning
 from grass.offload.visits import Visit, bring_to_host, state_bytes
 from grass.options import Options
@@ -61,7 +61,7 @@ class Engine:
 
     def __init__(self, options: Offload) -> None:
         self.options = options
-        self.last_tasks: list[Task] = []
+        self.last_tasks = self._measured = list[Task]()
         self._executor = Executor(deadline=options.deadline)
         self._links: dict[torch.device, Link] = {}
         self._replicas: dict[Tensor, Replica] = {}
@@ -71,7 +71,6 @@ class Engine:
         self._at_home: dict[Tensor, dict[str, Tensor]] = {}
         self._gate = Gate(self.finish)
         self._tuning = Tuning(options.fraction)
-        self._measured: float | None = None
 
     def step(self, groups: Groups, whole: WholeStep) -> None:
         """Queue the step of all parameters that have a gradient."""
@@ -79,7 +78,7 @@ class Engine:
         for group in groups:
             host.options[id(group)] = device.options[id(group)] = _fixed(Options.of(group))
         members = self._members(groups)
-        if not self._replicas:
+        if not self._sizes:
             self._home.check_room(
                 sum(bytes_at_home(p, whole.layers.get(id(p)), host.options[id(group)]) for p, group, _ in members)
             )
@@ -152,11 +151,11 @@ class Engine:
 
     def __repr__(self) -> str:
         machine, predicted = self._tuning.machine, self._tuning.predicted(self.plan)
-        if machine is None or predicted is None or self._measured is None:
+        if machine is None or predicted is None:
             return f"{self.options}: nothing measured yet"
         rates = f"host {machine.host_rate / 1e6:.0f} M elements/s, device {machine.device_rate / 1e6:.0f} M elements/s"
         link = f"down {machine.down_rate / 1e9:.2f} GB/s, up {machine.up_rate / 1e9:.2f} GB/s"
-        step = f"step predicted {predicted * 1e3:.1f} ms, measured {self._measured * 1e3:.1f} ms"
+        step = f"step predicted {predicted * 1e3:.1f} ms, measured {measured_seconds(self._measured) * 1e3:.1f} ms"
         return f"{self.options}: the device takes {self._tuning.fraction:.0%}; {rates}; {link}; {step}"
 
     def _members(self, groups: Groups) -> list[Place]:
@@ -171,11 +170,7 @@ class Engine:
         p, group, position = member
         replica, state, link = self._replica(p, whole.layers.get(id(p))), whole.states[p], self.link(p.device)
         host.states[replica.host] = state
-        if replica.layer is not None:
-            host.layers[id(replica.host)] = replica.layer
-        if p in whole.given_norms and _is_due(state, host.options[id(group)]):
-            host.given_norms[replica.host] = whole.given_norms.pop(p).cpu()
-        whole.stepped.add(id(p))
+        _stand_in(replica.host, replica.layer, member, whole, host)
         replica.begin(link, decays_all=host.options[id(group)].decay == "all")
         self._sizes[p] = Sizes(p.numel(), replica.bytes_down(), replica.bytes_up(), state_bytes(state))
         return Unit(
@@ -198,14 +193,10 @@ class Engine:
         """The unit of a parameter that the device steps."""
         p, group, position = member
         layer, link = whole.layers.get(id(p)), self.link(p.device)
-        visit = Visit(p, whole.states[p], layer)
+        visit = Visit(p, whole.states[p], layer, self._home)
         self._replicas.pop(p, None)
         self._watch(p, layer)
-        whole.stepped.add(id(p))
-        if layer is not None:
-            device.layers[id(visit.parameter)] = layer
-        if p in whole.given_norms and _is_due(whole.states[p], device.options[id(group)]):
-            device.given_norms[visit.parameter] = whole.given_norms.pop(p)
+        _stand_in(visit.parameter, layer, member, whole, device)
         size = state_bytes(whole.states[p])
         self._sizes[p] = self._sizes.get(p, Sizes(p.numel(), p.nbytes, p.nbytes, 0))._replace(state=size)
         return Unit(
@@ -241,9 +232,8 @@ class Engine:
 
     def _submit(self, members: list[Place], units: list[Unit], whole: WholeStep) -> None:
         tasks, ends = schedule(units)
-        layers = [whole.layers.get(id(p)) for p, *_ in members]
-        stepped = [(p,) if layer is None else (p, layer.weight) for (p, *_), layer in zip(members, layers, strict=True)]
-        increment_version([tensor for tensors in stepped for tensor in tensors])  # a graph that saved them is stale
+        changing = [p for p, *_ in members] + [whole.layers[id(p)].weight for p, *_ in members if id(p) in whole.layers]
+        increment_version(changing)  # a graph that saved them is stale
         for p, *_ in members:
             if p in self._replicas:
                 self._replicas[p].depart()
@@ -254,12 +244,9 @@ class Engine:
     def _learn(self) -> None:
         """Measure the step that has ended."""
         tasks = self.last_tasks
-        if tasks and all(task.done for task in tasks) and self._measured_tasks is not tasks:
-            self._measured_tasks = tasks
-            self._measured = max(t.end or 0.0 for t in tasks) - min(t.start or 0.0 for t in tasks)
+        if tasks and all(task.done for task in tasks) and self._measured is not tasks:
+            self._measured = tasks
             self._tuning.learn(tasks, self.plan)
-
-    _measured_tasks: list[Task] | None = None
 
     def _is_waited_for(self, p: Tensor, whole: WholeStep) -> bool:
         return id(p) in whole.layers or self._gate.guards(p)
@@ -279,6 +266,16 @@ class _Arriving:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copied layer waits for nothing
+
+
+def _stand_in(stepped: Tensor, layer: CompactLayer | None, member: Place, whole: WholeStep, part: WholeStep) -> None:
+    """Let a tensor be stepped in place of a parameter, with its layer and its given norms."""
+    p, group, _ = member
+    whole.stepped.add(id(p))
+    if layer is not None:
+        part.layers[id(stepped)] = layer
+    if p in whole.given_norms and _is_due(whole.states[p], part.options[id(group)]):
+        part.given_norms[stepped] = whole.given_norms.pop(p).to(stepped.device)
 
 
 def _beside(whole: WholeStep) -> WholeStep:

@@ -60,7 +60,7 @@ class Home:
     def empty_like(self, tensor: Tensor) -> Tensor:
         """A tensor of the same shape, strides and dtype on the host, in a file if it is large enough."""
         if self._directory is None or tensor.nbytes < SMALLEST:
-            return torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format)
+            return host_like(tensor)
         name = str(self._directory / f"{self._count}.bin")
         self._count += 1
         with open(name, "wb") as file:
@@ -86,11 +86,22 @@ class Home:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.nbytes >= SMALLEST and at_home.get(key) is not value:
                 held = at_home.get(key)
-                fits = held is not None and _same_layout(held, value)
+                fits = held is not None and same_layout(held, value)
                 at_home[key] = state[key] = held.copy_(value) if fits and held is not None else self.copy(value)
         for key in set(at_home) - set(state):
             del at_home[key]
 
 
-def _same_layout(a: Tensor, b: Tensor) -> bool:
+def host_like(tensor: Tensor) -> Tensor:
+    """An empty tensor of the same shape, strides and dtype in host memory."""
+    return torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory with the same strides."""
+    return host_like(tensor).copy_(tensor.detach())
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree in shape, strides and dtype."""
     return (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)

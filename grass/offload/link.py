@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grass.kernels.layout import is_dense
 from grass.offload.staging import Staging
 
 PIECE = 1 << 20
@@ -162,17 +163,6 @@ def _as_of_tensors(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else torch.empty(0, device=device).device
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether there are no gaps between the values and none share memory."""
-    return _in_order_of_memory(tensor).is_contiguous()
-
-
-def _in_order_of_memory(tensor: Tensor) -> Tensor:
-    if tensor.is_contiguous():
-        return tensor
-    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-
-
 def _bytes_of(tensor: Tensor) -> Tensor:
     """All values as bytes, ``(nbytes,)``, in the order in which they are in memory.
 
@@ -180,8 +170,9 @@ def _bytes_of(tensor: Tensor) -> Tensor:
         ValueError: there are gaps between the values, or some share memory.
     """
     tensor = tensor.detach()
-    dense = _in_order_of_memory(tensor)
-    if not dense.is_contiguous():
+    if not is_dense(tensor):
         shape = tuple(tensor.shape)
         raise ValueError(f"A copy needs tensors without gaps, got shape {shape} with strides {tensor.stride()}")
-    return dense.view(-1).view(torch.uint8)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    in_order = tensor if tensor.is_contiguous() else tensor.permute(order)
+    return in_order.view(-1).view(torch.uint8)

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
-from grass.offload.home import Home
-from grass.offload.link import Link, is_dense
+from grass.kernels.layout import is_dense
+from grass.offload.home import Home, host_like, same_layout, to_host
+from grass.offload.link import Link
 from grass.selection.projector import Projector
 
 
@@ -62,8 +63,8 @@ class Replica:
         if not is_dense(grad):
             grad = grad.contiguous()
         self._source, self._source_version, self._mark = grad, grad._version, link.mark()
-        if (grad.shape, grad.stride(), grad.dtype) != (self._grad.shape, self._grad.stride(), self._grad.dtype):
-            self._grad = torch.empty_like(grad, device="cpu", memory_format=torch.preserve_format)
+        if not same_layout(grad, self._grad):
+            self._grad = host_like(grad)
 
     def depart(self) -> None:
         """Note the parameter: nothing may change it until its values have arrived."""
@@ -204,12 +205,6 @@ def check_gradient_unchanged(parameter: Tensor, version: int, grad: Tensor | Non
             f"The gradient of a parameter of shape {tuple(parameter.shape)} was changed in place before the step had "
             "read it: call zero_grad(set_to_none=True), its default, or optimizer.offload.finish() before"
         )
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory with the same strides."""
-    copy = torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format)
-    return copy.copy_(tensor.detach())
 
 
 def host_layer(layer: CompactLayer, home: Home) -> CompactLayer:

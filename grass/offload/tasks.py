@@ -61,6 +61,12 @@ class Timeline:
         return max((end for _, end in self.spans.values()), default=0.0)
 
 
+def measured_seconds(tasks: Iterable[Task]) -> float:
+    """Seconds from the first start to the last end of tasks that have run."""
+    spans = [(task.start, task.end) for task in tasks if task.start is not None and task.end is not None]
+    return max(end for _, end in spans) - min(start for start, _ in spans)
+
+
 def check_order(tasks: Iterable[Task], known: Collection[Task] = ()) -> None:
     """Check that every task comes after those that it waits for: then no order of the resources can dead-lock.
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
+from grass.offload.home import Home, same_layout, to_host
 from grass.offload.link import Link
-from grass.offload.replicas import check_gradient_unchanged, gradient_version, to_host
+from grass.offload.replicas import check_gradient_unchanged, gradient_version
 from grass.state.schema import HOST_KEYS, State
 from grass.stepping.whole import WholeStep
 
@@ -26,10 +27,11 @@ class Visit:
         parameter: on the device.
         state: its state, whose tensors are in host memory.
         layer: the converted layer whose active rows it has.
+        home: where its state lies.
     """
 
-    def __init__(self, parameter: Tensor, state: State, layer: CompactLayer | None) -> None:
-        self._layer = layer
+    def __init__(self, parameter: Tensor, state: State, layer: CompactLayer | None, home: Home) -> None:
+        self._layer, self._home = layer, home
         self._sketch = None if layer is None or layer.sketch is None else layer.sketch.grad
         self.parameter = parameter.detach()  # keeps the gradient when the loop drops it
         self.parameter.grad = parameter.grad
@@ -63,8 +65,8 @@ class Visit:
         mark = link.mark()
         for key in _travelling(self._there):
             came, held = self._there[key], self._state.get(key)
-            if held is None or (held.shape, held.stride(), held.dtype) != (came.shape, came.stride(), came.dtype):
-                held = torch.empty_like(came, device="cpu", memory_format=torch.preserve_format)
+            if held is None or not same_layout(held, came):
+                held = self._home.empty_like(came)
             link.down(came, held, mark)
             self._there[key] = held
         self._state.clear()

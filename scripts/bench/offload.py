@@ -33,7 +33,7 @@ from grass.command_line import ArgumentParser
 from grass.memory.llama import LlamaShape, llama_config
 from grass.offload.machine import Machine
 from grass.offload.placement import GRID
-from grass.offload.tasks import RESOURCES, simulate
+from grass.offload.tasks import RESOURCES, measured_seconds, simulate
 from grass.training.run.models import build_llama
 
 FRACTIONS = (0.0, 1.0, 0.25, 0.5, 0.75)
@@ -66,8 +66,7 @@ class Racer:
         if self.optimizer.offload is None:
             return
         self.optimizer.offload.finish()
-        tasks = self.optimizer.offload.last_tasks
-        self.tasks.append(max(t.end for t in tasks) - min(t.start for t in tasks))
+        self.tasks.append(measured_seconds(self.optimizer.offload.last_tasks))
 
 
 def computing(base: nn.Module, ids: Tensor) -> float:

@@ -42,12 +42,14 @@ def test_equals_the_resident_optimizer(mode: Mode, options: dict[str, Any]) -> N
     assert same(*results)
 
 
-@pytest.mark.parametrize("policy", ["keep", "bank"])
+@pytest.mark.parametrize(("policy", "fraction"), [("keep", 0.0), ("bank", 0.0), ("keep", 1.0)])
 @pytest.mark.parametrize("mode", MODES)
-def test_state_may_lie_in_files(mode: Mode, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_may_lie_in_files(
+    mode: Mode, policy: str, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("grass.offload.home.SMALLEST", 256)
     results = []
-    for offload in (None, Offload(path=tmp_path)):
+    for offload in (None, Offload(path=tmp_path, fraction=fraction)):
         model, optimizer = build(mode, offload=offload, selection="multinomial_norm", state_policy=policy)
         results.append(outcome(model, optimizer, train(model, optimizer, 13)))
     assert same(*results)
