@@ -13,9 +13,9 @@ from grass.command_line import ArgumentParser
 
 INK, FILL, LIGHT, ACCENT = "#24292f", "#2f8f4e", "#e8efe9", "#b5652a"
 SELECTED = (1, 4, 5, 10)
-"""Of sixteen rows or columns: a quarter."""
+"""The selected ones of sixteen columns."""
 EXPLORED = (0, 6, 11, 13)
-"""As many others, in one step."""
+"""The columns that one step explores."""
 
 
 def main() -> None:

@@ -33,13 +33,14 @@ def test_paths_exist(path):
     assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists()
 
 
-def test_map_has_every_folder():
+def test_map_has_every_folder_and_module():
     folders = {path.parent for path in (ROOT / "grass").rglob("__init__.py")} - {
         ROOT / "grass",
         ROOT / "grass/training",
     }
     named = {ROOT / path for path in QUOTED if path.startswith("grass/")}
     assert not [f for f in folders if "kernels" not in f.parts and not {f, f.parent} & named]
+    assert {path for path in (ROOT / "grass").glob("*.py") if path.name != "__init__.py"} <= named
 
 
 def test_map_is_in_the_order_of_the_contract():

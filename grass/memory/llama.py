@@ -21,7 +21,9 @@ LLAMA_SHAPES = {
     "1m": LlamaShape(128, 352, 4, 4),  # the body of 9m; 0.87 million parameters with a byte vocabulary
     "9m": LlamaShape(128, 352, 4, 4),
     "9m-wide": LlamaShape(320, 864, 7, 5),  # as many parameters, in the body: 8.8 million with a byte vocabulary
-    "28m-wide": LlamaShape(768, 2048, 4, 12),  # the layers of 1m at the width of 130m: 28.7 million with a byte vocabulary
+    "28m-wide": LlamaShape(
+        768, 2048, 4, 12
+    ),  # the layers of 1m at the width of 130m: 28.7 million with a byte vocabulary
     "60m": LlamaShape(512, 1376, 8, 8),
     "130m": LlamaShape(768, 2048, 12, 12),
     "350m": LlamaShape(1024, 2736, 24, 16),
@@ -29,7 +31,8 @@ LLAMA_SHAPES = {
     "7b": LlamaShape(4096, 11008, 32, 32),
     "13b": LlamaShape(5120, 13824, 40, 40),
 }
-"""Shapes by name; the names count a vocabulary of 32,000 tokens, but for ``1m``, ``9m-wide`` and ``28m-wide``."""
+"""Shapes by name. A name says how many parameters there are with a vocabulary of 32,000 tokens. The names ``1m``,
+``9m-wide`` and ``28m-wide`` are for a vocabulary of bytes."""
 
 
 def llama_config(shape: str | LlamaShape, *, vocab_size: int, max_seq_len: int) -> LlamaConfig:

@@ -217,7 +217,7 @@ METHODS: dict[str, Method] = {
     "Grass": grass,
     "Grass int8": grass_int8,
 }
-"""By the name that a table gives them."""
+"""Methods by name, as ``--method`` and the tables have it."""
 
 
 def _active(model: Architecture, setting: Setting) -> list[tuple[int, int, int]]:

@@ -130,5 +130,5 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """In a batch."""
+        """Tokens of a batch."""
         return self.batch_size * self.seq_len

@@ -75,7 +75,7 @@ def _step_as_parameters(step: GroupStep, bucket: list[Numbered], *tensors: list[
 
 
 def _coefficients(step: GroupStep, bucket: list[Numbered]) -> list[StepCoefficients]:
-    """Of each weight, shaped to broadcast over its rows."""
+    """The coefficients of each weight, shaped to broadcast over its rows."""
     counts = [rows.indices.numel() for rows, _ in bucket]
     like = bucket[0][0].state["exp_avg"]
     ages = [

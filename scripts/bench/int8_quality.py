@@ -32,7 +32,7 @@ STORAGE: dict[str, tuple[torch.dtype, str | None]] = {
     "bfloat16": (torch.bfloat16, None),
     "int8": (torch.bfloat16, "int8"),
 }
-"""By name: dtype of the model and ``weights`` of :func:`grass.compact`."""
+"""The contestants: dtype of the model, and ``weights`` of :func:`grass.compact`."""
 
 
 def final_loss(storage: str, dim: int, seed: int, args: argparse.Namespace) -> float:

@@ -2,8 +2,9 @@
 
     python scripts/study/base.py                     # runs/study/base, in about 5 minutes of one core
 
-A LLaMA of the ``1m`` shape with a BPE tokenizer of its own, pretrained by AdamW on the Python standard library, but for
-the packages that the finetuning tasks are made from. The same on every call with one version of Python and torch.
+A LLaMA of the ``1m`` shape with a BPE tokenizer of its own, pretrained by AdamW on the Python standard library
+without the packages that the finetuning tasks are made from. Every call makes the same model
+if the versions of Python and torch are the same.
 """
 
 from __future__ import annotations

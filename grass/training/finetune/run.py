@@ -130,7 +130,7 @@ def make_trainer(task: FinetuneTask, method: str, optimizer: OptimizerConfig, ar
 def add_lora(model: PreTrainedModel, rank: int | float, *, classification: bool) -> Any:
     """The model with LoRA adapters (``peft``, ``alpha = 2 rank``) on the layers that Grass would train.
 
-    All other weights are frozen, but for the head of a classifier.
+    All other weights are frozen; a classifier's head trains.
 
     Raises:
         ImportError: ``peft`` is not installed.
