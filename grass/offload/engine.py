@@ -12,7 +12,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,30 +22,24 @@ from torch.autograd.graph import increment_version
 from grass.compact_mode.layer import CompactLayer
 from grass.cpu.kernel import use_threads
 from grass.offload.executor import Executor
-from grass.offload.gate import Gate
+from grass.offload.gate import Arriving, Gate
 from grass.offload.home import Home
 from grass.offload.link import Link
 from grass.offload.options import Offload
+from grass.offload.parts import Place, beside, fixed_options, may_choose, stand_in
 from grass.offload.replicas import LayerReplica, Replica
 from grass.offload.schedule import Unit, placement, schedule
 from grass.offload.sizes import Sizes, bytes_at_home
 from grass.offload.tasks import Task, measured_seconds
 from grass.offload.tuning import Tuning
-from grass.offload.visits import Visit, bring_to_host, state_bytes
-from grass.options import Options
-from grass.parallel.background import Background
-from grass.parallel.shards import is_sharded
-from grass.state.refresh import refresh_due
-from grass.state.schema import State, shared_steps
+from grass.offload.visits import Visit, state_bytes
+from grass.parallel.shards import is_sharded, local
+from grass.state.schema import State
 from grass.stepping.whole import WholeStep
 
 logger = logging.getLogger("grass")
 
 Groups = list[dict[str, Any]]
-
-
-Place = tuple[Tensor, dict[str, Any], int]
-"""A parameter that has a gradient, its group, and its place among all parameters."""
 
 
 class Engine:
@@ -74,16 +67,18 @@ class Engine:
 
     def step(self, groups: Groups, whole: WholeStep) -> None:
         """Queue the step of all parameters that have a gradient."""
-        host, device = _beside(whole), _beside(whole)
+        host, device = beside(whole, self._home.meshes.ranks(whole.ranks)), beside(whole, whole.ranks)
         for group in groups:
-            host.options[id(group)] = device.options[id(group)] = _fixed(Options.of(group))
+            host.options[id(group)] = device.options[id(group)] = fixed_options(group)
         members = self._members(groups)
         if not self._sizes:
+            if any(is_sharded(p) for p, *_ in members):
+                self._tuning = Tuning(0.0)
             self._home.check_room(
                 sum(bytes_at_home(p, whole.layers.get(id(p)), host.options[id(group)]) for p, group, _ in members)
             )
         chooses = whole.ranks.group is not None and any(
-            _chooses(whole.states[p], host.options[id(group)]) for p, group, _ in members
+            may_choose(whole.states[p], host.options[id(group)]) for p, group, _ in members
         )
         fraction = 0.0 if chooses else self._tuning.fraction  # ranks communicate in one order: in one thread
         there = placement(fraction, [p.numel() for p, *_ in members])
@@ -94,7 +89,8 @@ class Engine:
         self._submit(members, units, whole)
         everything = chooses or not self.options.overlap
         self.finish(p for p, *_ in members if everything or not self._is_waited_for(p, whole))
-        whole.chosen.extend(host.chosen + device.chosen if chooses else [])
+        if chooses:
+            host.ranks.verify_selection(host.chosen)
 
     def finish(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Wait until parameters have the values that the last step gave them; by default all.
@@ -131,7 +127,7 @@ class Engine:
         self._replicas.clear()
         self._at_home.clear()
         for state in states.values():
-            bring_to_host(state)
+            self._home.bring(state)
 
     def link(self, device: torch.device) -> Link:
         """The link to a device."""
@@ -170,9 +166,10 @@ class Engine:
         p, group, position = member
         replica, state, link = self._replica(p, whole.layers.get(id(p))), whole.states[p], self.link(p.device)
         host.states[replica.host] = state
-        _stand_in(replica.host, replica.layer, member, whole, host)
+        stand_in(replica.host, replica.layer, member, whole, host)
         replica.begin(link, decays_all=host.options[id(group)].decay == "all")
-        self._sizes[p] = Sizes(p.numel(), replica.bytes_down(), replica.bytes_up(), state_bytes(state))
+        elements = local(p.detach()).numel()
+        self._sizes[p] = Sizes(elements, replica.bytes_down(), replica.bytes_up(), state_bytes(state))
         return Unit(
             _name(replica.layer, position),
             False,
@@ -196,7 +193,7 @@ class Engine:
         visit = Visit(p, whole.states[p], layer, self._home)
         self._replicas.pop(p, None)
         self._watch(p, layer)
-        _stand_in(visit.parameter, layer, member, whole, device)
+        stand_in(visit.parameter, layer, member, whole, device)
         size = state_bytes(whole.states[p])
         self._sizes[p] = self._sizes.get(p, Sizes(p.numel(), p.nbytes, p.nbytes, 0))._replace(state=size)
         return Unit(
@@ -224,11 +221,11 @@ class Engine:
             ValueError: the parameter cannot be offloaded.
         """
         if is_sharded(p):
-            raise ValueError("offload takes whole parameters, got a DTensor, as FSDP2 and tensor parallelism make")
+            _check_sharded(p, self.options.fraction)
         if layer is not None and layer.weights:
             raise ValueError(f"offload does not take weights={layer.weights!r}: convert with weights=None")
         if layer is not None:
-            layer.arriving = _Arriving(self, p)
+            layer.arriving = Arriving(self.finish, p)
 
     def _submit(self, members: list[Place], units: list[Unit], whole: WholeStep) -> None:
         tasks, ends = schedule(units)
@@ -249,53 +246,15 @@ class Engine:
             self._tuning.learn(tasks, self.plan)
 
     def _is_waited_for(self, p: Tensor, whole: WholeStep) -> bool:
-        return id(p) in whole.layers or self._gate.guards(p)
+        return self._gate.guards(p) or (id(p) in whole.layers and not is_sharded(p))
 
 
-class _Arriving:
-    """Waits for the active rows of a layer; the layer calls it before it reads its values."""
-
-    def __init__(self, engine: Engine, p: Tensor) -> None:
-        self._engine, self._p = weakref.ref(engine), weakref.ref(p)
-
-    @torch.compiler.disable(reason="it waits for the host")  # type: ignore[no-untyped-call, untyped-decorator]
-    def __call__(self) -> None:
-        engine, p = self._engine(), self._p()
-        if engine is not None and p is not None:
-            engine.finish([p])
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copied layer waits for nothing
-
-
-def _stand_in(stepped: Tensor, layer: CompactLayer | None, member: Place, whole: WholeStep, part: WholeStep) -> None:
-    """Let a tensor be stepped in place of a parameter, with its layer and its given norms."""
-    p, group, _ = member
-    whole.stepped.add(id(p))
-    if layer is not None:
-        part.layers[id(stepped)] = layer
-    if p in whole.given_norms and _is_due(whole.states[p], part.options[id(group)]):
-        part.given_norms[stepped] = whole.given_norms.pop(p).to(stepped.device)
-
-
-def _beside(whole: WholeStep) -> WholeStep:
-    """A step of some of the parameters, in a thread of its own."""
-    return WholeStep({}, {}, whole.ranks, Background(), {})
-
-
-def _fixed(options: Options) -> Options:
-    """The options as they are now: a scheduler may change the learning rate before the host reads it."""
-    return replace(options, lr=float(options.lr))
-
-
-def _is_due(state: State, options: Options) -> bool:
-    """Whether dense mode selects rows in the coming step."""
-    return not state or ("indices" in state and refresh_due(state, options))
-
-
-def _chooses(state: State, options: Options) -> bool:
-    """Whether the coming step may select rows, for which ranks communicate; compact mode does so after its update."""
-    return _is_due(state, options) or ("indices" in state and shared_steps(state) + 1 >= options.update_interval)
+def _check_sharded(p: Tensor, fraction: float | str) -> None:
+    """Check that a ``DTensor`` can be offloaded: its state stays on the host, and the parameter is on the device."""
+    if p.device.type != p.device_mesh.device_type:  # type: ignore[attr-defined]
+        raise ValueError("FSDP2's CPUOffloadPolicy keeps the parameters on the host already: leave it or offload out")
+    if fraction not in (0, "auto"):
+        raise ValueError(f"Invalid {fraction=} for sharded parameters: must be 0, which leaves their state on the host")
 
 
 def _name(layer: CompactLayer | None, position: int) -> str:

@@ -9,6 +9,10 @@ module, found in the first forward:
 
 So a parameter is on the device before any code of its block runs, also where another module than its owner reads it. If
 a part is compiled, there are no blocks, and the outermost module waits for active rows too: compiled layers do not.
+FSDP2 reads its shards at the entry of the module that it wraps. A block waits for sharded parameters if that module is
+the block or inside it, the outermost module for others, and for all if forwards are prefetched. Sharded active rows are
+waited for like other parameters.
+
 Parameters that no such module holds are waited for in ``step``, and so are those of a module after
 ``module.compile()``, which hooks do not enter. ``state_dict`` and ``load_state_dict`` of a module, its copies and its
 pickles wait too. Code that reads a parameter in another way right after a step calls ``optimizer.offload.finish()``.
@@ -27,6 +31,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from grass.compact_mode.layer import CompactLayer
+from grass.parallel.shards import is_sharded
 
 Wait = Callable[[Iterable[Tensor]], None]
 Parameters = dict[Tensor, None]
@@ -97,8 +102,9 @@ class Gate:
 
     def _register(self, module: nn.Module, held: Parameters, blocks: list[nn.Module]) -> None:
         owners = Counter(p for submodule in module.modules() for p in submodule.parameters(recurse=False))
+        late = {p for p in held if is_sharded(p)} if _prefetches(module) else set()
         inside: list[Parameters] = [
-            {p: None for p in block.parameters() if p in held and owners[p] == 1} for block in blocks
+            {p: None for p in _read_within(block) if p in held and owners[p] == 1 and p not in late} for block in blocks
         ]
         self._sets = [held, *inside]
         if getattr(module, "_compiled_call_impl", None) is None:
@@ -107,9 +113,9 @@ class Gate:
             self._order.update((p, i) for i, p in enumerate(order))
             self._guarded.update(order)
         for part in _without(module, set(blocks)):
-            self._handles.append(part.register_forward_pre_hook(_Hook(self, 0, in_graph=part is not module)))
+            self._enter(part, _Hook(self, 0, in_graph=part is not module))
         for number, block in enumerate(blocks, 1):
-            self._handles.append(block.register_forward_pre_hook(_Hook(self, number, is_block=True)))
+            self._enter(block, _Hook(self, number, is_block=True))
         for part in module.modules():
             if isinstance(part, CompactLayer) and part.active in self._guarded:
                 part.gated = True
@@ -120,8 +126,13 @@ class Gate:
                 self._handles.append(saved.register_state_dict_pre_hook(hook))
                 self._handles.append(saved.register_load_state_dict_pre_hook(hook))
 
+    def _enter(self, part: nn.Module, hook: _Hook) -> None:
+        """Let a hook run when a module is called, before those of FSDP2."""
+        self._handles.append(part.register_forward_pre_hook(hook, prepend=True))
+
     def _held(self, module: nn.Module, with_rows: bool = False) -> Parameters:
-        rows = {part.active for part in module.modules() if isinstance(part, CompactLayer) and not with_rows}
+        layers = [part for part in module.modules() if isinstance(part, CompactLayer)]
+        rows = {layer.active for layer in layers if not with_rows and not is_sharded(layer.active)}
         return {p: None for p in module.parameters() if p in self._parameters and p not in rows}
 
     def _wait_for(self, parameters: Iterable[Tensor]) -> None:
@@ -160,6 +171,28 @@ class _Hook:
         return _Nothing, ()
 
 
+class Arriving:
+    """Waits for the active rows of a layer; the layer calls it before it reads its values.
+
+    Args:
+        wait: waits for some parameters; a method, whose object is not kept.
+        rows: the active rows.
+    """
+
+    def __init__(self, wait: Wait, rows: Tensor) -> None:
+        self._wait, self._rows = weakref.WeakMethod(wait), weakref.ref(rows)
+
+    @torch.compiler.disable(reason="it waits for the host")  # type: ignore[no-untyped-call, untyped-decorator]
+    def __call__(self) -> None:
+        """Wait."""
+        wait, rows = self._wait(), self._rows()
+        if wait is not None and rows is not None:
+            wait([rows])
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copied layer waits for nothing
+
+
 class _Nothing:
     """The hook of a copied module."""
 
@@ -190,6 +223,18 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from child.children()
         else:
             yield from _blocks(child)
+
+
+def _read_within(block: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a block that nothing reads before the block is called."""
+    gathered = {p for part in block.modules() if hasattr(part, "unshard") for p in part.parameters()}
+    yield from (p for p in block.parameters() if not is_sharded(p) or p in gathered)
+
+
+def _prefetches(module: nn.Module) -> bool:
+    """Whether FSDP2 was told to read the shards of modules before they are called."""
+    every: Any = [part for part in module.modules() if hasattr(part, "_get_fsdp_state")]
+    return any(part._get_fsdp_state()._states_to_forward_prefetch for part in every)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from grass.parallel.host_meshes import HostMeshes
+from grass.parallel.shards import is_sharded, local
 from grass.state.schema import State
 
 SMALLEST = 1 << 16
@@ -26,6 +28,9 @@ class Home:
     Args:
         path: the directory, made if it is not there; ``None``: no files.
 
+    Attributes:
+        meshes: how the ranks communicate about what lies here.
+
     Raises:
         ValueError: the path is not a directory that can be written.
     """
@@ -33,6 +38,7 @@ class Home:
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._directory: Path | None = None
         self._count = 0
+        self.meshes = HostMeshes()
         if path is None:
             return
         try:
@@ -71,8 +77,20 @@ class Home:
         return flat.as_strided(tensor.shape, strides)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor, at home."""
-        return self.empty_like(tensor).copy_(tensor.detach())
+        """A copy of a tensor, at home. Of a ``DTensor`` this rank's part is copied; the copy is a ``DTensor`` too."""
+        own = local(tensor.detach())
+        copy = self.empty_like(own).copy_(own)
+        return self.shard(copy, tensor)
+
+    def shard(self, own: Tensor, like: Tensor) -> Tensor:
+        """``own``, as a ``DTensor`` if ``like`` is one."""
+        return self.meshes.shard(own, like) if is_sharded(like) else own
+
+    def bring(self, state: State) -> None:
+        """Move all tensors of a state to host memory, in place."""
+        for key, value in state.items():
+            if isinstance(value, Tensor) and (value.device.type != "cpu" or is_sharded(value)):
+                state[key] = self.shard(to_host(local(value)), value)
 
     def settle(self, state: State, at_home: dict[str, Tensor]) -> None:
         """Bring the tensors of a state home.

@@ -27,6 +27,7 @@ from grass.compact_mode.layer import CompactLayer
 from grass.kernels.layout import is_dense
 from grass.offload.home import Home, host_like, same_layout, to_host
 from grass.offload.link import Link
+from grass.parallel.shards import aligned_grad, is_sharded, local
 from grass.selection.projector import Projector
 
 
@@ -44,6 +45,7 @@ class Replica:
     def __init__(self, parameter: Tensor, home: Home) -> None:
         self.device = parameter
         self.host: Tensor = nn.Parameter(home.copy(parameter), requires_grad=False)
+        self._home = home
         self._grad = torch.empty(0)
         self._version = self._stamp()
 
@@ -58,8 +60,7 @@ class Replica:
             link: to the parameter's device.
             decays_all: whether the step changes all values of the weight.
         """
-        grad = self.device.grad
-        assert grad is not None
+        grad = local(aligned_grad(self.device))
         if not is_dense(grad):
             grad = grad.contiguous()
         self._source, self._source_version, self._mark = grad, grad._version, link.mark()
@@ -84,20 +85,21 @@ class Replica:
 
     def bytes_up(self) -> int:
         """Bytes of the values that come up."""
-        return self.host.nbytes
+        return local(self.host.detach()).nbytes
 
     def take(self, link: Link) -> None:
         """Copy the gradient down."""
         link.down(self._source, self._grad, self._mark)
         check_gradient_unchanged(self.device, self._source_version, self._source)
         del self._source
-        self.host.grad = self._grad
+        self.host.grad = self._home.shard(self._grad, self.device)
 
     def give(self, link: Link) -> None:
         """Copy the values up."""
         self.host.grad = None
         self.check_unchanged()
-        link.up(self.host.detach(), self.device.data, self._mark)  # .data: the version counts changes by others
+        values = local(self.device.detach()).data  # .data: the version counts changes by others
+        link.up(local(self.host.detach()), values, self._mark)
 
     def arrive(self) -> None:
         """Finish on the device what :meth:`give` has brought, before its first use there."""
@@ -105,7 +107,7 @@ class Replica:
         self._version = self._stamp()
 
     def _stamp(self) -> tuple[int, int]:
-        return self.device._version, self.device.data_ptr()
+        return self.device._version, local(self.device.detach()).data_ptr()
 
 
 class LayerReplica(Replica):
@@ -114,7 +116,7 @@ class LayerReplica(Replica):
     layer: CompactLayer
 
     def __init__(self, layer: CompactLayer, home: Home) -> None:
-        self.source = layer
+        self.source, self._home = layer, home
         self.layer = host_layer(layer, home)
         self.device, self.host = layer.active, self.layer.active
         self._grad = torch.empty(0)
@@ -140,8 +142,8 @@ class LayerReplica(Replica):
     def bytes_up(self) -> int:
         """Bytes of the weight's rows, and of active rows that are more precise."""
         layer = self.layer
-        weight: Tensor = layer.weight
-        rows = weight.nbytes if self._sends_all else layer.active.numel() * weight.element_size()
+        weight = layer.matrix()
+        rows = weight.nbytes if self._sends_all else layer.rows().numel() * weight.element_size()
         return rows + (layer.selected_part(layer.rows()).nbytes if self._is_wider() else 0)
 
     def give(self, link: Link) -> None:
@@ -183,7 +185,9 @@ class LayerReplica(Replica):
         return bool(self.layer.active.dtype != self.layer.weight.dtype)
 
     def _stamp(self) -> Any:
-        return self.source._stamps(), self.source.selections
+        tensors = (self.source.weight, self.source.active) if is_sharded(self.source.weight) else ()
+        versions = [(t._version, local(t.detach()).data_ptr()) for t in tensors]
+        return self.source._stamps(), versions, self.source.selections
 
 
 def gradient_version(parameter: Tensor) -> int:
@@ -209,7 +213,8 @@ def check_gradient_unchanged(parameter: Tensor, version: int, grad: Tensor | Non
 
 def host_layer(layer: CompactLayer, home: Home) -> CompactLayer:
     """A converted layer with the same values in host memory, without hooks and not registered."""
-    copy: Any = type(layer).__new__(type(layer))
+    plain: Any = next(kind for kind in type(layer).__mro__ if not hasattr(kind, "unshard"))  # beneath what FSDP2 adds
+    copy = plain.__new__(plain)
     state = dict(vars(layer))
     for name, value in state.items():
         if isinstance(value, OrderedDict) and "hooks" in name:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
 from grass.options import Options, as_matrix, resolve_dim
+from grass.parallel.shards import local
 
 
 class Sizes(NamedTuple):
@@ -28,8 +29,9 @@ class Sizes(NamedTuple):
 
 
 def bytes_at_home(p: Tensor, layer: CompactLayer | None, options: Options) -> int:
-    """Bytes that a parameter's copies, moments and bank take on the host. Moments are counted as float32."""
-    weight = p if layer is None else layer.weight
+    """Bytes that a parameter's copies, moments and bank take on this rank's host. Moments are counted as float32."""
+    p = local(p.detach())
+    weight = p if layer is None else local(layer.weight.detach())
     copies = p.nbytes + (0 if layer is None else weight.nbytes)
     values = p.numel()
     if layer is None and options.projects(p):

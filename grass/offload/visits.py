@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
-from grass.offload.home import Home, same_layout, to_host
+from grass.offload.home import Home, same_layout
 from grass.offload.link import Link
 from grass.offload.replicas import check_gradient_unchanged, gradient_version
 from grass.state.schema import HOST_KEYS, State
@@ -77,13 +77,6 @@ class Visit:
 def state_bytes(state: State) -> int:
     """Bytes of a state that travel, each way."""
     return sum(state[key].nbytes for key in _travelling(state))
-
-
-def bring_to_host(state: State) -> None:
-    """Move all tensors of a state to host memory, in place."""
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.device.type != "cpu":
-            state[key] = to_host(value)
 
 
 def _travelling(state: State) -> list[str]:

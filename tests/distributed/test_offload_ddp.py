@@ -12,7 +12,7 @@ from grass import GrassAdamW, Offload
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
 from tests.compact.networks import converted, selections
 from tests.distributed.training import OPTIONS, dense, joint_batches, train_jointly, weights
-from tests.distributed.world import attempt_world, run_world
+from tests.distributed.world import run_world
 
 RULES: list[dict[str, Any]] = [
     {"build": converted, "selection": "multinomial_norm", "state_policy": "bank", "dim": 1},
@@ -75,24 +75,3 @@ def test_with_the_reduced_all_reduce() -> None:
 def test_with_a_bank_divided_among_the_ranks() -> None:
     shared = [{**rule, "shard_bank": True} for rule in RULES if rule["state_policy"] == "bank"]
     assert_alike(run_world(compared, 2, shared))
-
-
-def sharded(rank: int) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Linear(8, 8)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = GrassAdamW(model.parameters(), offload="cpu")
-    model(torch.ones(2, 8)).sum().backward()
-    try:
-        optimizer.step()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_sharded_parameters_are_refused() -> None:
-    for outcome in attempt_world(sharded, 2):
-        assert outcome.error is None, outcome.error
-        assert "offload takes whole parameters, got a DTensor" in outcome.value
