@@ -320,7 +320,8 @@ class GrassAdamW(Optimizer):
                 another optimizer or mode.
         """
         self._finish()
-        with Loading(self.layers(), Ranks.of(self.process_group)).through(self):
+        masters = self.offload is not None and self.offload.options.masters
+        with Loading(self.layers(), Ranks.of(self.process_group), keeps_masters=masters).through(self):
             super().load_state_dict(state_dict)
         if self.offload is not None:
             self.offload.rebuild(self.state)

@@ -43,8 +43,8 @@ def completed(state_dict: dict[str, Any], optimizer: Optimizer, layers: Layers, 
 class Loading:
     """One ``load_state_dict``, with hooks that take projected state past torch's code and put it in place."""
 
-    def __init__(self, layers: Layers, ranks: Ranks) -> None:
-        self.layers, self.ranks = layers, ranks
+    def __init__(self, layers: Layers, ranks: Ranks, *, keeps_masters: bool = False) -> None:
+        self.layers, self.ranks, self._keeps_masters = layers, ranks, keeps_masters
         self._exact: dict[int, State] = {}
 
     @contextmanager
@@ -65,7 +65,7 @@ class Loading:
         for position, ((p, group), key) in enumerate(zip(_with_groups(optimizer), keys, strict=False)):
             layer, state = self.layers.get(id(p)), self._exact.get(position)
             selects = layer is not None or is_projected(p, group)
-            if loading["state"].get(key) and selects != (state is not None):
+            if loading["state"].get(key) and selects != (state is not None and "indices" in state):
                 raise ValueError(
                     f"State of parameter {key} of shape {tuple(p.shape)} is that of plain AdamW or of other rows: "
                     "optimizer state does not carry over between AdamW, dense and compact mode; load only the model"
@@ -93,12 +93,17 @@ class Loading:
     def _take_projected(self, state_dict: dict[str, Any], keys: list[int]) -> dict[str, Any]:
         """The state dict, shallowly copied, without the state of projected weights, which is kept by position."""
         states = state_dict["state"]
-        self._exact.update((i, states[key]) for i, key in enumerate(keys) if "indices" in states.get(key, ()))
-        bare = {key: {} if "indices" in state else state for key, state in states.items()}
+        if not self._keeps_masters:
+            states = {key: {k: v for k, v in state.items() if k != "master"} for key, state in states.items()}
+        exact = {key for key, state in states.items() if "indices" in state or "master" in state}
+        self._exact.update((i, states[key]) for i, key in enumerate(keys) if key in exact)
+        bare = {key: {} if key in exact else state for key, state in states.items()}
         return {**state_dict, "state": bare}
 
     def _held_here(self, saved: State, p: Tensor, group: dict[str, Any]) -> State:
         """A copy of the part of a projected weight's saved state that this process holds."""
+        if "indices" not in saved:
+            return {key: value.clone() for key, value in saved.items()}
         state: State = {key: local(value) if isinstance(value, Tensor) else value for key, value in saved.items()}
         state["step"] = int(state["step"])
         if "bank_steps" in state and not is_sharded(p):

@@ -62,6 +62,7 @@ class CompactLayer(SavedRows):
     signs: Tensor | None
     owner: Any = None  # grass.health.Owner: the optimizer that trains the active rows
     norms: Tensor | None = None
+    gathered: Tensor | None = None  # a sketch that has ended, for a step that is on its way
     weights: str | None = None  # "int8" in grass.int8
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -144,6 +145,9 @@ class CompactLayer(SavedRows):
 
     def end_sketch(self) -> Tensor:
         """Stop gathering; returns the sketched rows, zero where no backward has run."""
+        if self.gathered is not None:
+            gathered, self.gathered = self.gathered, None
+            return gathered
         sketch, self.sketch, self.signs = self.sketch, None, None
         if sketch is None:
             return torch.zeros(self.shape[self.dim], 1, dtype=torch.float32, device=self.weight.device)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 logger = logging.getLogger("grass")
 
-SOURCES = [Path(__file__).with_name(name) for name in ("kernel.cpp", "explored.cpp", "kernel.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("kernel.cpp", "explored.cpp", "masters.cpp", "kernel.h")]
 ROUNDING = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")  # chosen rows round alike in every loop
 FLAGS = ("-O3", "-march=native", *ROUNDING, "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 _OF_THIS_THREAD = threading.local()
@@ -144,7 +144,7 @@ class Batch:
         if not self._weights:
             return
         numbers = 1 - betas[0], betas[1], 1 - betas[1], eps, -1.0 if maximize else 1.0
-        library().step(b"".join(self._weights), len(self._weights), *_logs(betas), *numbers, _threads())
+        library().step(b"".join(self._weights), len(self._weights), *_logs(betas), *numbers, threads_here())
 
 
 def use_threads(count: int | None) -> None:
@@ -152,7 +152,8 @@ def use_threads(count: int | None) -> None:
     _OF_THIS_THREAD.count = count
 
 
-def _threads() -> int:
+def threads_here() -> int:
+    """How many threads the kernel has when the calling thread calls it."""
     return getattr(_OF_THIS_THREAD, "count", None) or torch.get_num_threads()
 
 
@@ -220,7 +221,7 @@ def library() -> ctypes.CDLL:
 def _build(compiler: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
         output = Path(directory) / target.name
-        command = [compiler, *FLAGS, *map(str, SOURCES[:2]), "-o", str(output)]
+        command = [compiler, *FLAGS, *map(str, SOURCES[:-1]), "-o", str(output)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")

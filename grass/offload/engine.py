@@ -25,6 +25,7 @@ from grass.offload.executor import Executor
 from grass.offload.gate import Arriving, Gate
 from grass.offload.home import Home
 from grass.offload.link import Link
+from grass.offload.masters import MasterReplica
 from grass.offload.options import Offload
 from grass.offload.parts import Place, beside, fixed_options, may_choose, stand_in
 from grass.offload.replicas import LayerReplica, Replica
@@ -75,7 +76,10 @@ class Engine:
             if any(is_sharded(p) for p, *_ in members):
                 self._tuning = Tuning(0.0)
             self._home.check_room(
-                sum(bytes_at_home(p, whole.layers.get(id(p)), host.options[id(group)]) for p, group, _ in members)
+                sum(
+                    bytes_at_home(p, whole.layers.get(id(p)), host.options[id(group)], self.options)
+                    for p, group, _ in members
+                )
             )
         chooses = whole.ranks.group is not None and any(
             may_choose(whole.states[p], host.options[id(group)]) for p, group, _ in members
@@ -164,7 +168,8 @@ class Engine:
     def _send(self, member: Place, whole: WholeStep, host: WholeStep) -> Unit:
         """The unit of a parameter that the host steps."""
         p, group, position = member
-        replica, state, link = self._replica(p, whole.layers.get(id(p))), whole.states[p], self.link(p.device)
+        state, link = whole.states[p], self.link(p.device)
+        replica = self._replica(p, whole.layers.get(id(p)), state)
         host.states[replica.host] = state
         stand_in(replica.host, replica.layer, member, whole, host)
         replica.begin(link, decays_all=host.options[id(group)].decay == "all")
@@ -183,14 +188,14 @@ class Engine:
         """Step a parameter on the host, in the executor's thread."""
         use_threads(self.options.threads)
         p, group, position = member
-        host.advance(group, [(position, replica.host)])
+        replica.step(host, group, position)
         self._home.settle(host.states[replica.host], self._at_home.setdefault(p, {}))
 
     def _visit(self, member: Place, whole: WholeStep, device: WholeStep) -> Unit:
         """The unit of a parameter that the device steps."""
         p, group, position = member
         layer, link = whole.layers.get(id(p)), self.link(p.device)
-        visit = Visit(p, whole.states[p], layer, self._home)
+        visit = Visit(p, whole.states[p], layer, self._home, has_master=layer is None and self.options.has_master(p))
         self._replicas.pop(p, None)
         self._watch(p, layer)
         stand_in(visit.parameter, layer, member, whole, device)
@@ -207,11 +212,17 @@ class Engine:
             up=partial(visit.up, link),
         )
 
-    def _replica(self, p: Tensor, layer: CompactLayer | None) -> Replica:
+    def _replica(self, p: Tensor, layer: CompactLayer | None, state: State) -> Replica:
         replica = self._replicas.get(p)
         if replica is None or not replica.is_current():
             self._watch(p, layer)
-            self._replicas[p] = replica = Replica(p, self._home) if layer is None else LayerReplica(layer, self._home)
+            if layer is not None:
+                replica = LayerReplica(layer, self._home)
+            elif self.options.has_master(p):
+                replica = MasterReplica(p, self._home, state)
+            else:
+                replica = Replica(p, self._home)
+            self._replicas[p] = replica
         return replica
 
     def _watch(self, p: Tensor, layer: CompactLayer | None) -> None:

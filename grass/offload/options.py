@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Offload:
@@ -21,6 +24,10 @@ class Offload:
             the resident optimizer do. Parameters at full rank are stepped by torch, with torch's threads.
         path: a directory: moments, bank and the copies of the weights lie in memory-mapped files there, which may be
             larger than the host's memory. ``None``: in memory.
+        masters: keep float32 copies of bfloat16 and float16 parameters on the host, step these, and round them into the
+            parameters (:mod:`grass.offload.masters`). Moments are float32 as well. Active rows of converted layers
+            have masters by ``grass.compact(dtype=torch.float32)``. ``False`` steps parameters as the resident optimizer
+            does.
         overlap: return from ``optimizer.step()`` before the host has finished; ``False`` waits.
         deadline: seconds after which a copy or an update that has not ended is an error.
         bytes_per_second: for devices that are the CPU itself: slows copies down to this rate in each direction, so that
@@ -34,13 +41,15 @@ class Offload:
     fraction: float | str = 0.0
     threads: int | None = None
     path: str | os.PathLike[str] | None = None
+    masters: bool = False
     overlap: bool = True
     deadline: float = 600.0
     bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.overlap, bool):
-            raise TypeError(f"Invalid overlap={self.overlap!r}: must be True or False")
+        for name in ("masters", "overlap"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"Invalid {name}={value!r}: must be True or False")
         if self.fraction != "auto":
             self._check("fraction", "a number in [0, 1] or 'auto'", lambda v: 0 <= v <= 1)
         if self.threads is not None:
@@ -58,6 +67,10 @@ class Offload:
             raise TypeError(message)
         if not holds(value):
             raise ValueError(message)
+
+    def has_master(self, parameter: Tensor) -> bool:
+        """Whether a parameter that is not active rows is stepped as a float32 master."""
+        return self.masters and parameter.dtype in (torch.bfloat16, torch.float16)
 
     @staticmethod
     def of(value: Offload | str | None) -> Offload | None:

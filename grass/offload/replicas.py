@@ -11,6 +11,8 @@ of a whole weight     all of it                          all of it
 at full rank          all of it                          all of it
 ====================  =================================  ==================================
 
+(A half-precision parameter may have a float32 master: :mod:`grass.offload.masters`.)
+
 Active rows that are more precise than their weight come up as well: ``r`` rows more. With ``decay="all"`` whole weights
 come up.
 """
@@ -29,6 +31,7 @@ from grass.offload.home import Home, host_like, same_layout, to_host
 from grass.offload.link import Link
 from grass.parallel.shards import aligned_grad, is_sharded, local
 from grass.selection.projector import Projector
+from grass.stepping.whole import WholeStep
 
 
 class Replica:
@@ -89,10 +92,12 @@ class Replica:
 
     def take(self, link: Link) -> None:
         """Copy the gradient down."""
-        link.down(self._source, self._grad, self._mark)
-        check_gradient_unchanged(self.device, self._source_version, self._source)
-        del self._source
+        self._fetch(link)
         self.host.grad = self._home.shard(self._grad, self.device)
+
+    def step(self, whole: WholeStep, group: dict[str, Any], position: int) -> None:
+        """Step the copy."""
+        whole.advance(group, [(position, self.host)])
 
     def give(self, link: Link) -> None:
         """Copy the values up."""
@@ -105,6 +110,11 @@ class Replica:
         """Finish on the device what :meth:`give` has brought, before its first use there."""
         self.check_unchanged()
         self._version = self._stamp()
+
+    def _fetch(self, link: Link) -> None:
+        link.down(self._source, self._grad, self._mark)
+        check_gradient_unchanged(self.device, self._source_version, self._source)
+        del self._source
 
     def _stamp(self) -> tuple[int, int]:
         return self.device._version, local(self.device.detach()).data_ptr()

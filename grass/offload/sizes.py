@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
+from grass.offload.options import Offload
 from grass.options import Options, as_matrix, resolve_dim
 from grass.parallel.shards import local
 
@@ -28,11 +29,11 @@ class Sizes(NamedTuple):
     state: int
 
 
-def bytes_at_home(p: Tensor, layer: CompactLayer | None, options: Options) -> int:
+def bytes_at_home(p: Tensor, layer: CompactLayer | None, options: Options, offload: Offload) -> int:
     """Bytes that a parameter's copies, moments and bank take on this rank's host. Moments are counted as float32."""
     p = local(p.detach())
     weight = p if layer is None else local(layer.weight.detach())
-    copies = p.nbytes + (0 if layer is None else weight.nbytes)
+    copies = p.nbytes + (4 * p.numel() * offload.has_master(p) if layer is None else weight.nbytes)
     values = p.numel()
     if layer is None and options.projects(p):
         matrix = as_matrix(p)

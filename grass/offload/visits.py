@@ -10,13 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
 from grass.offload.home import Home, same_layout
 from grass.offload.link import Link
+from grass.offload.masters import master_of
 from grass.offload.replicas import check_gradient_unchanged, gradient_version
 from grass.state.schema import HOST_KEYS, State
+from grass.stepping.masters import step_master
 from grass.stepping.whole import WholeStep
 
 
@@ -28,23 +30,33 @@ class Visit:
         state: its state, whose tensors are in host memory.
         layer: the converted layer whose active rows it has.
         home: where its state lies.
+        has_master: whether its float32 master visits the device too, and is stepped in its place.
+
+    Attributes:
+        parameter: what is stepped on the device.
     """
 
-    def __init__(self, parameter: Tensor, state: State, layer: CompactLayer | None, home: Home) -> None:
-        self._layer, self._home = layer, home
-        self._sketch = None if layer is None or layer.sketch is None else layer.sketch.grad
-        self.parameter = parameter.detach()  # keeps the gradient when the loop drops it
-        self.parameter.grad = parameter.grad
+    def __init__(
+        self, parameter: Tensor, state: State, layer: CompactLayer | None, home: Home, *, has_master: bool = False
+    ) -> None:
+        self._layer, self._home, self._has_master = layer, home, has_master
+        if layer is not None and layer.sketch is not None:
+            layer.gathered = layer.end_sketch()  # where the loop's zero_grad() cannot drop it
+        self._values = parameter.detach()  # keeps the gradient when the loop drops it
+        self._values.grad = parameter.grad
+        self.parameter: Tensor = nn.Parameter(torch.empty(0), requires_grad=False) if has_master else self._values
         self._version = gradient_version(parameter)
         self._state = state
         self._there: dict[str, Any] = {}
 
     def up(self, link: Link) -> None:
         """Bring the state to the device."""
+        if self._has_master:
+            self._state["master"] = master_of(self._values, self._home, self._state)
         self._there = dict(self._state)
         for key in _travelling(self._state):
             source = self._state[key]
-            self._there[key] = torch.empty_like(source, device=self.parameter.device)
+            self._there[key] = torch.empty_like(source, device=self._values.device)
             link.up(source, self._there[key], link.mark())
 
     def step(self, whole: WholeStep, group: dict[str, Any], position: int) -> None:
@@ -53,12 +65,15 @@ class Visit:
         Raises:
             RuntimeError: the gradient was changed in place since ``optimizer.step``.
         """
-        check_gradient_unchanged(self.parameter, self._version)
-        if self._layer is not None and self._layer.sketch is not None:
-            self._layer.sketch.grad = self._sketch  # zero_grad() may have dropped it
+        check_gradient_unchanged(self._values, self._version)
         whole.states[self.parameter] = self._there
-        whole.advance(group, [(position, self.parameter)])
+        if self._has_master:
+            self._step_master(whole, group, position)
+        else:
+            whole.advance(group, [(position, self.parameter)])
         whole.background.finish()
+        if self._layer is not None:
+            self._layer.gathered = None
 
     def down(self, link: Link) -> None:
         """Bring the state back. It may have other tensors than before: a selection replaces them."""
@@ -71,7 +86,13 @@ class Visit:
             self._there[key] = held
         self._state.clear()
         self._state.update(self._there)
-        self._there, self.parameter.grad = {}, None
+        self._there, self._values.grad = {}, None
+
+    def _step_master(self, whole: WholeStep, group: dict[str, Any], position: int) -> None:
+        self.parameter.data = master = self._there.pop("master")
+        assert self._values.grad is not None
+        step_master(whole, group, position, self.parameter, self._values.grad, self._values.data)
+        self._there["master"] = master
 
 
 def state_bytes(state: State) -> int:

@@ -20,7 +20,7 @@ def step_plain(step: GroupStep, members: list[Member]) -> None:
     if not members:
         return
     for member in members:
-        _begin(step, member)
+        begin_plain(step.group, member)
     torch_adamw(
         step,
         [local(m.parameter) for m in members],
@@ -35,7 +35,7 @@ def step_plain(step: GroupStep, members: list[Member]) -> None:
 
 def step_rounded(step: GroupStep, member: Member) -> None:
     """Step a half-precision parameter with moments of its dtype, all rounded stochastically."""
-    _begin(step, member)
+    begin_plain(step.group, member)
     p, grad, state, index = member
     state["step"] += 1
     key, age = step.key(index, state), float(state["step"])
@@ -90,10 +90,11 @@ def step_device(p: Tensor, group: dict[str, Any]) -> torch.device | str:
     return p.device if _has_fused_adamw(p) and not (group["stochastic_rounding"] and is_half(p.dtype)) else "cpu"
 
 
-def _begin(step: GroupStep, member: Member) -> None:
+def begin_plain(group: dict[str, Any], member: Member) -> None:
+    """Make the state of a parameter at full rank, if it has none."""
     p, state = member.parameter, member.state
     if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=step_device(p, step.group))
+        state["step"] = torch.zeros((), dtype=torch.float32, device=step_device(p, group))
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import grass
 from grass import GrassAdamW, Offload
+from grass.stepping.whole import WholeStep
 from tests.offload.training import MODES, Mode, build, same, train
 
 OPTIONS: list[dict[str, Any]] = [
@@ -172,4 +173,22 @@ def test_weights_read_right_after_a_step_are_stepped(
         model, optimizer = build(mode, offload=offload)
         train(model, optimizer, 3)
         results.append(copy.deepcopy(read(model)))
+    assert same(*results)
+
+
+def test_zero_grad_cannot_drop_the_sketch_of_a_visit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop may call it at any moment while the device steps: here right before the update reads the sketch."""
+    results = []
+    for offload in (None, Offload(fraction=1.0)):
+        model, optimizer = build("compact", offload=offload, selection="multinomial_norm")
+        if offload is not None:
+            advance = WholeStep.advance
+
+            def interrupted(self: WholeStep, *args: Any, advance: Any = advance) -> None:
+                for layer in self.layers.values():
+                    layer.clear_sketch()
+                advance(self, *args)
+
+            monkeypatch.setattr(WholeStep, "advance", interrupted)
+        results.append(outcome(model, optimizer, train(model, optimizer, 13)))
     assert same(*results)
