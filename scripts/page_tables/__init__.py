@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from page_tables import distributed, memory, precision, speed, study
+from page_tables import distributed, exploring, memory, precision, speed, study
 
 TABLES: dict[str, Callable[[], str]] = {
     "train_step": speed.train_step,
@@ -21,6 +21,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "loss": study.loss,
     "reach": study.reach,
     "finals": study.finals,
+    "frontier": exploring.frontier,
+    "width": exploring.width,
 }
 
 

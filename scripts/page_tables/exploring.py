@@ -1,0 +1,77 @@
+"""Tables about explored columns: the frontier of loss against memory, and learning rates against width."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from page_tables.markdown import table
+from page_tables.source import Row, read, select
+from page_tables.study import HORIZONS, method_name, shown
+
+COMMON = {"lr=0.012", "scale=0.25"}
+"""Settings that the rows of the frontier share."""
+RATE = 0.012
+"""The learning rate of the width study."""
+WIDTHS = {"1m": "128", "9m-wide": "320", "28m-wide": "768"}
+"""Hidden size of its models."""
+
+
+def frontier() -> str:
+    """Loss and memory of Grass by how many columns are selected and explored."""
+    groups: dict[tuple[bool, float, float], list[Row]] = {}
+    for row in select("cells.csv", "pretrain & 1m & grass"):
+        settings = set(row["settings"].split())
+        values = dict(word.split("=") for word in settings)
+        if settings >= COMMON and set(values) <= {"lr", "scale", "rank", "explore", "compact"}:
+            rank, compact = float(values.get("rank", 0.25)), "compact" in values
+            explore = float(values.get("explore", rank if compact else 1 - rank))
+            groups.setdefault((compact, rank, explore), []).append(row)
+    lines = []
+    for (compact, rank, explore), cells in sorted(groups.items(), key=lambda item: (-sum(item[0][1:]), item[0])):
+        memory = [f"{part:.2f}" for part in shares(cells[0], compact=compact, held=rank + explore)]
+        mode, name = "compact" if compact else "dense", "all others" if rank + explore == 1 else f"{explore:g}"
+        lines.append(
+            [mode, f"{rank:g}", name, f"{rank + explore:g}", *(shown(final(cells, h)) for h in HORIZONS), *memory]
+        )
+    return table(["mode", "r / n", "q / n", "(r + q) / n", *HORIZONS.values(), "state", "gradients", "all"], lines)
+
+
+def final(cells: list[Row], steps: str) -> list[float]:
+    """Final losses at a horizon, in the order of the seeds."""
+    return [float(c["loss_100"]) for c in sorted(cells, key=lambda c: int(c["seed"])) if c["steps"] == steps]
+
+
+def shares(cell: Row, *, compact: bool, held: float) -> tuple[float, float, float]:
+    """State, gradients, and weights with all, each as a share of AdamW's; ``held`` is ``(r + q) / n``.
+
+    Of ``g`` bytes of gradients in compact mode, ``held (w - g) / (1 - held)`` belong to active rows, which are stored
+    beside the ``w`` bytes of weights.
+    """
+    base = select("cells.csv", "@adamw")[0]
+    weights, adam = int(base["gradient_bytes"]), int(base["state_bytes"])
+    state, gradients = int(cell["state_bytes"]), int(cell["gradient_bytes"])
+    active = held * (weights - gradients) / (1 - held) if compact else 0.0
+    everything = (weights + active + gradients + state) / (2 * weights + adam)
+    return state / adam, gradients / weights, everything
+
+
+def width() -> str:
+    """Losses after 270 steps by model, method and the rate of the projected weights."""
+    found: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for row in read("cells.csv"):
+        values = dict(word.split("=", 1) for word in row["settings"].split())
+        fits = row["steps"] == "270" and row["optimizer"] == "grass" and values["lr"] == str(RATE)
+        if fits and (values.get("rank") in ("1.0", "0.125") and "selection=uniform" not in row["settings"]):
+            rate = RATE * float(values.get("scale", 1))
+            name = method_name("grass", row["settings"])
+            found.setdefault((row["model"], name), {}).setdefault(rate, []).append(float(row["loss_100"]))
+    rates = sorted({rate for losses in found.values() for rate in losses}, reverse=True)
+    lines = []
+    for model, hidden in WIDTHS.items():
+        for (of, name), losses in found.items():
+            if of == model:
+                best = min(losses, key=lambda rate: fmean(losses[rate]))
+                cells = [f"{fmean(losses[rate]):.3f}" if rate in losses else "" for rate in rates]
+                marked = [f"**{c}**" if rate == best else c for rate, c in zip(rates, cells, strict=True)]
+                lines.append([hidden, name, *marked])
+    return table(["hidden size", "method", *(f"{rate:.2g}" for rate in rates)], lines)
