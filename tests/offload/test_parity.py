@@ -192,3 +192,25 @@ def test_zero_grad_cannot_drop_the_sketch_of_a_visit(monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(WholeStep, "advance", interrupted)
         results.append(outcome(model, optimizer, train(model, optimizer, 13)))
     assert same(*results)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradient_scaling_with_a_step_that_overflows(mode: Mode) -> None:
+    results = []
+    for offload in (None, SLOW):
+        model, optimizer = build(mode, offload=offload)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        losses = []
+        for step in range(8):
+            x = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(step))
+            loss = nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.roll(1).flatten())
+            scaler.scale(loss * (float("inf") if step == 3 else 1)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append((scaler.get_scale(), *outcome(model, optimizer, losses)))
+    assert same(*results)
+    assert results[0][0] != 2.0**10
