@@ -51,19 +51,39 @@ void draw(const Layer& x) {
     }
 }
 
+// Where the values of a row are neighbours in memory, of weight and explored rows.
+template <typename Value>
+void copy_rows(const Layer& x, const Value* weight, Value* explored, const int64_t* drawn, const Team& team) {
+    for (int64_t k = team.begin(x.q); k < team.end(x.q); ++k)
+        std::copy_n(weight + drawn[k] * x.row, x.width, explored + k * x.explored_row);
+}
+
+// Where the values of a column are.
+template <typename Value>
+void pick_columns(const Layer& x, const Value* weight, Value* explored, const int64_t* drawn, const Team& team) {
+    for (int64_t j = team.begin(x.width); j < team.end(x.width); ++j) {
+        const Value* from = weight + j * x.step;
+        Value* to = explored + j * x.explored_step;
+        for (int64_t i = 0; i < x.total; i += 64 / sizeof(Value)) __builtin_prefetch(from + x.step + i);  // the next one
+        for (int64_t k = 0; k < x.q; ++k) to[k] = from[drawn[k]];
+    }
+}
+
+// Any strides: a cache line of each row at a time.
+template <typename Value>
+void transpose(const Layer& x, const Value* weight, Value* explored, const int64_t* drawn, const Team& team) {
+    const int64_t line = 64 / sizeof(Value), end = team.end(x.width);
+    for (int64_t begin = team.begin(x.width); begin < end; begin += line)
+        for (int64_t k = 0; k < x.q; ++k)
+            for (int64_t j = begin; j < std::min(begin + line, end); ++j)
+                explored[k * x.explored_row + j * x.explored_step] = weight[drawn[k] * x.row + j * x.step];
+}
+
 template <typename Value>
 void gather(const Layer& x, const Team& team) {
-    const int64_t* drawn = x.chosen + x.r;
-    const Value* weight = static_cast<const Value*>(x.weight);
-    Value* explored = static_cast<Value*>(x.explored);
-    if (x.step == 1 && x.explored_step == 1) {
-        for (int64_t k = team.begin(x.q); k < team.end(x.q); ++k)
-            std::copy_n(weight + drawn[k] * x.row, x.width, explored + k * x.explored_row);
-        return;
-    }
-    for (int64_t j = team.begin(x.width); j < team.end(x.width); ++j)
-        for (int64_t k = 0; k < x.q; ++k)
-            explored[k * x.explored_row + j * x.explored_step] = weight[drawn[k] * x.row + j * x.step];
+    const bool rows = x.step == 1 && x.explored_step == 1, columns = x.row == 1 && x.explored_row == 1;
+    const auto how = rows ? copy_rows<Value> : columns ? pick_columns<Value> : transpose<Value>;
+    how(x, static_cast<const Value*>(x.weight), static_cast<Value*>(x.explored), x.chosen + x.r, team);
 }
 
 void gather_one(const Layer& x, const Team& team) {
