@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from grass.options import Options
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import check_shards, is_sharded
 from grass.selection.draws import sketch_generator
-from grass.selection.exploration import draw_explored, draw_words
+from grass.selection.exploration import draw_explored, draw_key
 from grass.selection.rules import needs_norms
 from grass.state.refresh import Carry, refresh, refresh_due
 from grass.state.schema import State, shared_steps
@@ -168,8 +168,9 @@ def _explore_other_rows(every: list[Trained], options: Options) -> None:
         if not _draws_again(layer, state):
             continue
         key = options.seed, position, state["step"]
-        places = layer.weight, layer.weight_axis(layer.dim), layer.active, layer.dim, layer.chosen
-        if not draws.add(*places, layer.rank, draw_words(*key)):
+        own: dict[str, Any] = layer._parameters | layer._buffers  # past __getattr__, which is slow
+        places = own["weight"], layer.weight_axis(layer.dim), own["active"], layer.dim, own["chosen"], layer.rank
+        if not draws.add(*places, draw_key(*key)):
             layer.explore(draw_explored(layer.selected, layer.shape[layer.dim], layer.explored.numel(), *key))
     draws.run()
 

@@ -15,13 +15,13 @@ struct Layer {
     const void* weight;
     void* explored;
     int64_t* chosen;
-    int64_t total, r, q, width, itemsize, row, step, explored_row, explored_step;
-    uint32_t low, high;  // of the key
+    int64_t total, r, q, width, itemsize, row, step, explored_row, explored_step, key;
 
     bool is_small() const { return q * width < 1 << 16; }  // one thread's, in its cache
 };
 
-// random_bits.py has the formula.
+constexpr uint32_t DRAW = 6;  // a Stream of random_bits.py, which has the formulas
+
 inline uint32_t mix(uint32_t word) {
     word = (word ^ word >> 16) * 0x7FEB352D;
     word = (word ^ word >> 15) * 0x846CA68B;
@@ -34,8 +34,9 @@ void draw(const Layer& x) {
     std::vector<uint32_t> bits(x.total), close;
     std::vector<uint8_t> is_free(x.total, 1);
     for (int64_t k = 0; k < x.r; ++k) is_free[x.chosen[k]] = 0;
+    const uint32_t low = x.key, high = (x.key >> 32) + DRAW * 0x9E3779B1;
 #pragma omp simd
-    for (int64_t i = 0; i < x.total; ++i) bits[i] = mix(mix(static_cast<uint32_t>(i) ^ x.low) + x.high);
+    for (int64_t i = 0; i < x.total; ++i) bits[i] = mix(mix(static_cast<uint32_t>(i) ^ low) + high);
     int64_t counts[256] = {}, left = x.q;
     for (int64_t i = 0; i < x.total; ++i) counts[bits[i] >> 24] += is_free[i];
     uint32_t upper = 255;

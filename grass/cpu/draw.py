@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from grass.cpu.kernel import is_wanted, library, threads
 
-_LAYER = struct.Struct("3P9q2i")  # struct Layer in the source
+_LAYER = struct.Struct("3P10q")  # struct Layer in the source
 _PLAIN = (Tensor, nn.Parameter)
 _ITEM_SIZES = (2, 4, 8)
 
@@ -33,9 +33,7 @@ class Draws:
         self._layers: list[bytes] = []
         self._changed: list[Tensor] = []
 
-    def add(
-        self, weight: Tensor, axis: int, active: Tensor, dim: int, chosen: Tensor, rank: int, words: tuple[int, int]
-    ) -> bool:
+    def add(self, weight: Tensor, axis: int, active: Tensor, dim: int, chosen: Tensor, rank: int, key: int) -> bool:
         """Take a layer if weight and active rows are plain tensors on the CPU, of one type and any strides.
 
         Tensors must live until :meth:`run`.
@@ -47,7 +45,7 @@ class Draws:
             dim: the dimension of ``active`` along which they lie.
             chosen: int64 ``(r + q,)``, contiguous: the indices of these rows; gets those of explored rows.
             rank: ``r``; ``q`` is above 0.
-            words: of the key (:func:`grass.selection.exploration.draw_words`).
+            key: of the random bits (:func:`grass.selection.exploration.draw_key`).
 
         Raises:
             RuntimeError: ``fused=True``, and there is no compiler or it fails.
@@ -72,7 +70,7 @@ class Draws:
                 strides[1 - axis],
                 own[dim],
                 own[1 - dim],
-                *words,
+                key,
             )
         )
         self._changed += active, chosen

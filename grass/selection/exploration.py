@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from grass.kernels import make_key, random_bits, row_norms
-from grass.kernels.random_bits import Stream, key_words
+from grass.kernels.random_bits import Stream
 from grass.parallel.shards import summed
 
 LIMIT = 6.0
@@ -83,14 +83,14 @@ def draw_explored(selected: Tensor, size: int, count: int, seed: int, parameter:
         int64 ``(count,)``, ascending, on the device of ``selected``.
     """
     rows = torch.arange(size, device=selected.device)
-    bits: Tensor = random_bits(rows, make_key(seed, parameter, step), Stream.DRAW)
+    bits: Tensor = random_bits(rows, draw_key(seed, parameter, step), Stream.DRAW)
     return bits.index_fill_(0, selected, -1).topk(count).indices.sort().values
 
 
-def draw_words(seed: int, parameter: int, step: int) -> tuple[int, int]:
-    """The words of the key of :func:`draw_explored`, as compiled code takes them."""
-    words: tuple[int, int] = key_words(make_key(seed, parameter, step), Stream.DRAW)
-    return words
+def draw_key(seed: int, parameter: int, step: int) -> int:
+    """The key of the random bits of :func:`draw_explored`."""
+    key: int = make_key(seed, parameter, step)
+    return key
 
 
 def explored_directions(
