@@ -7,11 +7,16 @@ import sys
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import grass
 from grass import PAPER
+from grass.compact_mode import cycle
 from grass.cpu import kernel as cpu_kernel
+from grass.cpu.draw import Draws
+from grass.selection.exploration import draw_explored, draw_key
 from grass.selection.projector import Projector
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
@@ -105,6 +110,97 @@ def test_declines_what_it_does_not_know(weight: torch.Tensor) -> None:
         numbers = (1, 1e-3, 1.0)
         assert not batch.add(cpu_kernel.Weight(matrix, torch.tensor([0, 2]), 0, grad, None, *moments, *numbers))
     batch.run(**HYPER, maximize=False)
+
+
+LAYOUTS = [Tensor.contiguous, column_major, lambda t: torch.stack([t, t], 2)[..., 0]]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@st.composite
+def drawn_layers(draw: st.DrawFn) -> tuple:
+    """Size, width, selected, explored, dim, layouts of weight and active rows, dtype."""
+    size, width = draw(st.integers(1, 300)), draw(st.integers(1, 40))
+    explored = draw(st.integers(1, size))
+    rank = draw(st.integers(0, size - explored) | st.just(size - explored))
+    layouts = draw(st.tuples(st.integers(0, 2), st.integers(0, 2)))
+    return size, width, rank, explored, draw(st.integers(0, 1)), layouts, draw(st.sampled_from(DTYPES))
+
+
+SHARED = [(900, 400, 100, 200, 1, layouts, torch.float32) for layouts in [(1, 1), (0, 0), (1, 0), (0, 1)]]
+
+
+@needs_compiler
+@example(layers=SHARED, threads=2, seed=-3)  # large enough that threads share them
+@given(layers=st.lists(drawn_layers(), max_size=4), threads=st.integers(1, 3), seed=st.integers(-5, 2**40))
+def test_draws_and_gathers_as_torch_does(layers: list[tuple], threads: int, seed: int) -> None:
+    """Equal to the bit; nothing else changes."""
+    batch, ours, theirs = Draws(True), [], []
+    for position, (size, width, rank, explored, dim, (layout, own_layout), dtype) in enumerate(layers):
+        shapes = [(n, width) if dim == 0 else (width, n) for n in (size, rank + explored)]
+        weight, active = (
+            LAYOUTS[layout](torch.randn(shapes[0]).to(dtype)),
+            LAYOUTS[own_layout](torch.ones(shapes[1]).to(dtype)),
+        )
+        chosen = torch.randperm(size)[: rank + explored]
+        expected, twin = chosen.clone(), active.clone()
+        key = seed, position, 7
+        expected[rank:] = draw_explored(chosen[:rank], size, explored, *key)
+        twin.narrow(dim, rank, explored).copy_(weight.index_select(dim, expected[rank:]))
+        before = [t._version for t in (active, chosen)]
+        assert batch.add(weight, dim, active, dim, chosen, rank, draw_key(*key))
+        ours.append((active, chosen, weight, before))
+        theirs.append((twin, expected, weight.clone()))
+    cpu_kernel.use_threads(threads)
+    batch.run()
+    cpu_kernel.use_threads(None)
+    for (*our, before), twins in zip(ours, theirs, strict=True):
+        for tensor, twin in zip(our, twins, strict=True):
+            assert torch.equal(tensor, twin)
+        assert all(t._version > version for t, version in zip(our, before, strict=False))  # graphs that saved them
+
+
+class Other(Tensor):
+    """A tensor that is not plain."""
+
+
+@pytest.mark.parametrize(
+    ("weight", "active", "fused"),
+    [
+        (torch.zeros(8, 4, dtype=torch.int8), torch.zeros(6, 4), None),
+        (torch.zeros(8, 4, dtype=torch.bfloat16), torch.zeros(6, 4), None),
+        (torch.zeros(8, 4, dtype=torch.int8), torch.zeros(6, 4, dtype=torch.int8), None),
+        (torch.zeros(8, 4, device="meta"), torch.zeros(6, 4, device="meta"), None),
+        (torch.zeros(8, 4).as_subclass(Other), torch.zeros(6, 4), None),
+        (torch.zeros(8, 4), torch.zeros(6, 4), False),
+    ],
+    ids=["int8", "mixed", "one byte", "meta", "subclass", "fused=False"],
+)
+def test_leaves_other_layers_to_torch(weight: Tensor, active: Tensor, fused: bool | None) -> None:
+    batch, chosen = Draws(fused), torch.arange(6)
+    assert not batch.add(weight, 0, active, 0, chosen, 2, draw_key(0, 0, 0))
+    batch.run()
+    assert torch.equal(chosen, torch.arange(6))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_compact_mode_draws_by_the_kernel(dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's operators explore the same rows, and are not called where the kernel is wanted."""
+    explored = []
+    for fused in (False, None):
+        layer = torch.nn.Linear(13, 31, dtype=dtype)
+        grass.compact(layer, rank=4, explore=3, dim=dim, targets="all-linear")
+        optimizer = grass.GrassAdamW(layer, fused=fused, update_interval=3, selection="uniform")
+        if fused is None:
+            monkeypatch.delattr(cycle, "draw_explored")
+        for _ in range(7):
+            layer(torch.randn(5, 13, dtype=dtype)).square().sum().backward()
+            optimizer.step()
+            explored.append(layer.chosen.tolist())
+            assert layer.holds_active()
+    assert explored[:7] == explored[7:]
+    assert len(set(map(tuple, explored))) > 4  # of 7: a draw may repeat
 
 
 def one_step(fused: bool | None) -> torch.Tensor:

@@ -22,7 +22,10 @@ _FIRST, _SECOND, _CARRY = 0x7FEB352D, 0x846CA68B, 0x9E3779B1  # odd; the first t
 
 
 class Stream(IntEnum):
-    """Independent random bits under one key: every value that is rounded in one step has a stream of its own."""
+    """Independent random bits under one key: every use in one step has a stream of its own.
+
+    ``DRAW`` decides which rows are explored; the others round values.
+    """
 
     VALUES = 0
     EXP_AVG = 1
@@ -30,6 +33,7 @@ class Stream(IntEnum):
     DECAY = 3
     EXPLORED = 4
     EXPLORED_WEIGHT = 5
+    DRAW = 6
 
 
 def make_key(*parts: int) -> int:

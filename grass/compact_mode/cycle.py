@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
+from grass.cpu.draw import Draws
 from grass.options import Options
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import check_shards, is_sharded
 from grass.selection.draws import sketch_generator
-from grass.selection.exploration import draw_explored
+from grass.selection.exploration import draw_explored, draw_key
 from grass.selection.rules import needs_norms
 from grass.state.refresh import Carry, refresh, refresh_due
 from grass.state.schema import State, shared_steps
@@ -82,7 +83,11 @@ def reserve_rows(state: State, layer: CompactLayer) -> None:
 
 def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Options, index: int) -> None:
     """Return a layer to the rows of a loaded state; ``values`` as in :meth:`CompactLayer.restore`."""
-    layer.restore(state["indices"], _explored_rows(layer, state, options, index), values)
+    explored = None
+    if _draws_again(layer, state):
+        size, count = layer.shape[layer.dim], layer.explored.numel()
+        explored = draw_explored(state["indices"], size, count, options.seed, index, state["step"])
+    layer.restore(state["indices"], explored, values)
     reserve_rows(state, layer)
     arm(layer, state, options)
 
@@ -103,10 +108,8 @@ def advance(every: list[Trained], options: Options, ranks: Ranks, carry_of: Call
     norms = _norms_for([item.layer for item in due], options, ranks)
     for item, layer_norms in zip(due, norms, strict=True):
         _choose_rows(item, layer_norms, carry_of(item), options)
-    for layer, state, position in every:
-        explored = _explored_rows(layer, state, options, position)
-        if explored is not None:
-            layer.explore(explored)
+    _explore_other_rows(every, options)
+    for layer, state, _ in every:
         layer.mark_synced()
         arm(layer, state, options)
     return [item.state["indices"] for item in due]
@@ -158,9 +161,20 @@ def _choose_rows(item: Trained, norms: Tensor, carry: Carry, options: Options) -
     layer.select(state["indices"])
 
 
-def _explored_rows(layer: CompactLayer, state: State, options: Options, index: int) -> Tensor | None:
-    """The rows that a layer explores in the coming step; ``None`` keeps those that its conversion drew."""
-    if not layer.reach or not state["step"]:
-        return None
-    count = layer.chosen.numel() - layer.rank
-    return draw_explored(state["indices"], layer.shape[layer.dim], count, options.seed, index, state["step"])
+def _explore_other_rows(every: list[Trained], options: Options) -> None:
+    """Draw the rows that layers explore in the coming step, and gather their values."""
+    draws = Draws(options.fused)
+    for layer, state, position in every:
+        if not _draws_again(layer, state):
+            continue
+        key = options.seed, position, state["step"]
+        own: dict[str, Any] = layer._parameters | layer._buffers  # past __getattr__, which is slow
+        places = own["weight"], layer.weight_axis(layer.dim), own["active"], layer.dim, own["chosen"], layer.rank
+        if not draws.add(*places, draw_key(*key)):
+            layer.explore(draw_explored(layer.selected, layer.shape[layer.dim], layer.explored.numel(), *key))
+    draws.run()
+
+
+def _draws_again(layer: CompactLayer, state: State) -> bool:
+    """Whether a layer explores other rows in the coming step than its conversion has drawn."""
+    return bool(layer.reach and state["step"])

@@ -27,7 +27,8 @@ from torch import Tensor
 
 logger = logging.getLogger("grass")
 
-SOURCES = [Path(__file__).with_name(name) for name in ("kernel.cpp", "explored.cpp", "masters.cpp", "kernel.h")]
+_FILES = ("kernel.cpp", "explored.cpp", "draw.cpp", "masters.cpp", "kernel.h")
+SOURCES = [Path(__file__).with_name(name) for name in _FILES]
 ROUNDING = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")  # chosen rows round alike in every loop
 FLAGS = ("-O3", "-march=native", *ROUNDING, "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 _OF_THIS_THREAD = threading.local()
@@ -144,7 +145,7 @@ class Batch:
         if not self._weights:
             return
         numbers = 1 - betas[0], betas[1], 1 - betas[1], eps, -1.0 if maximize else 1.0
-        library().step(b"".join(self._weights), len(self._weights), *_logs(betas), *numbers, threads_here())
+        library().step(b"".join(self._weights), len(self._weights), *_logs(betas), *numbers, threads())
 
 
 def use_threads(count: int | None) -> None:
@@ -152,15 +153,15 @@ def use_threads(count: int | None) -> None:
     _OF_THIS_THREAD.count = count
 
 
-def threads_here() -> int:
-    """How many threads the kernel has when the calling thread calls it."""
+def threads() -> int:
+    """How many threads a call of the kernel by this thread has."""
     return getattr(_OF_THIS_THREAD, "count", None) or torch.get_num_threads()
 
 
 def _layout(tensors: list[Tensor], fused: bool | None) -> bool | None:
     """As :func:`_transposed`; ``None`` also if the kernel is not wanted or cannot be built."""
     transposed = None if fused is False else _transposed(tensors)
-    return transposed if transposed is not None and (library() if fused else at_hand()) else None
+    return transposed if transposed is not None and is_wanted(fused) else None
 
 
 def _transposed(tensors: list[Tensor]) -> bool | None:
@@ -187,13 +188,22 @@ def _address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
+def is_wanted(fused: bool | None) -> bool:
+    """Whether an optimizer with this ``fused`` uses the kernel.
+
+    Raises:
+        RuntimeError: ``fused=True``, and there is no compiler or it fails.
+    """
+    return fused is not False and (library() is not None if fused else at_hand())
+
+
 @functools.cache
 def at_hand() -> bool:
     """Whether the kernel can be built; logs once why not."""
     try:
         library()
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-        logger.warning("GrassAdamW steps CPU weights by torch's operators, which is slower: %s", error)
+        logger.warning("Grass steps CPU weights by torch's operators, which is slower: %s", error)
         return False
     return True
 
@@ -214,14 +224,15 @@ def library() -> ctypes.CDLL:
     kernel = ctypes.CDLL(str(built))
     real = ctypes.c_float
     kernel.step.argtypes = [ctypes.c_char_p, ctypes.c_int64, *[ctypes.c_double] * 2, *[real] * 5, ctypes.c_int]
-    kernel.step.restype = None
+    kernel.explore.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int]
+    kernel.step.restype = kernel.explore.restype = None
     return kernel
 
 
 def _build(compiler: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
         output = Path(directory) / target.name
-        command = [compiler, *FLAGS, *map(str, SOURCES[:-1]), "-o", str(output)]
+        command = [compiler, *FLAGS, *(str(source) for source in SOURCES if source.suffix == ".cpp"), "-o", str(output)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from grass.cpu.kernel import at_hand, library, threads_here
+from grass.cpu.kernel import at_hand, library, threads
 
 
 def takes(master: Tensor, grad: Tensor, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> bool:
@@ -58,7 +58,7 @@ def step_masters(
     bias1, bias2 = 1 - betas[0] ** step, 1 - betas[1] ** step
     numbers = lr / bias1, 1 / math.sqrt(bias2), 1 - lr * weight_decay, 1 - betas[0], betas[1], 1 - betas[1], eps, scale
     addresses = (t.data_ptr() for t in (master, grad, weight, exp_avg, exp_avg_sq))
-    _function()(*addresses, master.numel(), *numbers, threads_here())
+    _function()(*addresses, master.numel(), *numbers, threads())
 
 
 @functools.cache

@@ -12,11 +12,6 @@ def selection_generator(seed: int, parameter: int, refresh: int) -> torch.Genera
     return draw_generator(seed, parameter, refresh)
 
 
-def exploration_generator(seed: int, parameter: int, step: int) -> torch.Generator:
-    """A fresh CPU generator for the rows that a parameter explores in one step."""
-    return draw_generator(seed, parameter, "explore", step)
-
-
 def sketch_generator(seed: int, width: int, refresh: int) -> torch.Generator:
     """A fresh CPU generator for the signs of a sketch; weights of one width share them.
 

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grass.kernels import row_norms
+from grass.kernels import make_key, random_bits, row_norms
+from grass.kernels.random_bits import Stream
 from grass.parallel.shards import summed
-from grass.selection.draws import exploration_generator
 
 LIMIT = 6.0
 """The factor of ``sqrt(q / n)`` in :func:`reach`, measured with a quarter and an eighth explored."""
@@ -68,6 +68,9 @@ def gradient_scale(size: int, rank: int, count: int) -> float:
 def draw_explored(selected: Tensor, size: int, count: int, seed: int, parameter: int, step: int) -> Tensor:
     """Draw ``count`` of the rows that are not ``selected``, uniformly without replacement.
 
+    Drawn are the rows with the largest random bits (:func:`grass.kernels.random_bits`), which differ between all rows
+    of one draw. ``draw.cpp`` draws the same ones.
+
     Args:
         selected: int64 ``(r,)``, distinct, on any device.
         size: all rows.
@@ -79,9 +82,15 @@ def draw_explored(selected: Tensor, size: int, count: int, seed: int, parameter:
     Returns:
         int64 ``(count,)``, ascending, on the device of ``selected``.
     """
-    generator = exploration_generator(seed, parameter, step)
-    keys = torch.rand(size, generator=generator, dtype=torch.float32).to(selected.device)
-    return keys.index_fill_(0, selected, -1.0).topk(count).indices.sort().values
+    rows = torch.arange(size, device=selected.device)
+    bits: Tensor = random_bits(rows, draw_key(seed, parameter, step), Stream.DRAW)
+    return bits.index_fill_(0, selected, -1).topk(count).indices.sort().values
+
+
+def draw_key(seed: int, parameter: int, step: int) -> int:
+    """The key of the random bits of :func:`draw_explored`."""
+    key: int = make_key(seed, parameter, step)
+    return key
 
 
 def explored_directions(

@@ -6,7 +6,7 @@ from scipy import stats
 
 from grass.kernels import make_key, random_bits, round_stochastically
 from grass.kernels.language import jit, tl
-from grass.kernels.random_bits import key_words, random_bits_kernel, round_stochastically_kernel
+from grass.kernels.random_bits import Stream, key_words, random_bits_kernel, round_stochastically_kernel
 
 from .conftest import DEVICE
 
@@ -76,3 +76,9 @@ def test_bits_are_uniform_and_uncorrelated() -> None:
     correlation = torch.corrcoef(uniform) - torch.eye(len(uniform))
     assert correlation.abs().max() < 5 / n**0.5
     assert len({make_key(a, b, c) for a in range(-8, 8) for b in range(16) for c in range(16)}) == 4096
+
+
+def test_bits_of_different_counters_differ() -> None:
+    """So the rows with the largest bits are always one set."""
+    for key in (0, make_key(3, 1, 7)):
+        assert random_bits(torch.arange(1 << 20), key, Stream.DRAW).unique().numel() == 1 << 20
