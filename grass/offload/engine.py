@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from grass.compact_mode.layer import CompactLayer
-from grass.cpu.kernel import use_threads
 from grass.offload.executor import Executor
 from grass.offload.gate import Gate
 from grass.offload.home import Home
@@ -31,6 +30,7 @@ from grass.offload.replicas import LayerReplica, Replica
 from grass.offload.schedule import Unit, placement, schedule
 from grass.offload.sizes import Sizes, bytes_at_home
 from grass.offload.tasks import Task, measured_seconds
+from grass.offload.threads import prepare_thread
 from grass.offload.tuning import Tuning
 from grass.offload.visits import Visit, bring_to_host, state_bytes
 from grass.options import Options
@@ -184,8 +184,8 @@ class Engine:
 
     def _update(self, host: WholeStep, member: Place, replica: Replica) -> None:
         """Step a parameter on the host, in the executor's thread."""
-        use_threads(self.options.threads)
         p, group, position = member
+        prepare_thread(self.options.threads, self.options.numa, p.device)
         host.advance(group, [(position, replica.host)])
         self._home.settle(host.states[replica.host], self._at_home.setdefault(p, {}))
 

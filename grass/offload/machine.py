@@ -12,6 +12,7 @@ import torch
 from grass.offload import rates
 from grass.offload.link import Link
 from grass.offload.tasks import RESOURCES, Task
+from grass.offload.threads import host_threads
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Machine:
 
         Args:
             device: the device whose state is offloaded.
-            threads: of the update on the CPU; ``None``: as many as torch uses now.
+            threads: of the update on the CPU; ``None``: as many as :class:`grass.Offload` takes by itself.
             link: the link to the device; ``None``: one made for this.
 
         Raises:
@@ -59,9 +60,9 @@ class Machine:
         if link.device != torch.empty(0, device=device).device:
             raise ValueError(f"The link is to {link.device}, the device is {device}")
         before = torch.get_num_threads()
-        torch.set_num_threads(threads or before)
+        torch.set_num_threads(threads or host_threads(link.device))
         try:
-            host, name = rates.host_rate(), machine_name(device)
+            host, name = rates.host_rate(), machine_name(device, torch.get_num_threads())
         finally:
             torch.set_num_threads(before)
         return cls(host, *rates.link_rates(link), rates.device_rate(link.device), name)
@@ -111,9 +112,9 @@ def machine_name(device: torch.device | str, threads: int | None = None) -> str:
 
     Args:
         device: the device.
-        threads: of the update on the CPU; ``None``: as many as torch uses now.
+        threads: of the update on the CPU; ``None``: as many as :class:`grass.Offload` takes by itself.
     """
-    name = f"{processor()}, {threads or torch.get_num_threads()} threads"
+    name = f"{processor()}, {threads or host_threads(torch.device(device))} threads"
     is_cuda = torch.device(device).type == "cuda"
     return f"{name}, {torch.cuda.get_device_name(device) if is_cuda else torch.device(device).type}"
 
