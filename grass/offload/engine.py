@@ -9,6 +9,7 @@ parameters may be stepped by the device instead (:mod:`grass.offload.visits`).
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Iterable
@@ -31,6 +32,7 @@ from grass.offload.schedule import Unit, placement, schedule
 from grass.offload.sizes import Sizes, bytes_at_home
 from grass.offload.tasks import Task, measured_seconds
 from grass.offload.threads import prepare_thread
+from grass.offload.timeline import save
 from grass.offload.tuning import Tuning
 from grass.offload.visits import Visit, bring_to_host, state_bytes
 from grass.options import Options
@@ -141,13 +143,18 @@ class Engine:
 
     def plan(self, fraction: float) -> list[Task]:
         """The tasks of a step in which the device takes this fraction, without work."""
-        there = placement(fraction, [p.numel() for p in self._sizes])
-        every = zip(self._sizes.values(), there, strict=True)
+        sizes = [self._sizes[p] for p in self._gate.order(list(self._sizes))]
+        there = placement(fraction, [s.elements for s in sizes])
         units = [
-            Unit("", True, s.elements, s.state, s.state) if visits else Unit("", False, s.elements, s.down, s.up)
-            for s, visits in every
+            Unit("", visits, s.elements, s.state if visits else s.down, s.state if visits else s.up)
+            for s, visits in zip(sizes, there, strict=True)
         ]
         return schedule(units)[0]
+
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Wait for the last step and show when each of its tasks ran: :func:`grass.offload.timeline.save`."""
+        self.finish()
+        save(self.last_tasks, path)
 
     def __repr__(self) -> str:
         machine, predicted = self._tuning.machine, self._tuning.predicted(self.plan)

@@ -1,8 +1,8 @@
 """Which processors step on the host: how many threads, and on which NUMA node.
 
-A machine with several NUMA nodes has several memories. A device hangs on one of them, and its copies are fastest there.
-Linux says which in ``/sys``; every function takes that directory as ``root``. Elsewhere nothing is bound, and the number
-of threads is torch's.
+A machine with several NUMA nodes has several memories. A device hangs on one of them, and its copies are fastest
+there. Linux says which in ``/sys``; every function takes that directory as ``root``. Elsewhere nothing is bound, and the
+number of threads is torch's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,10 +25,10 @@ _OF_THIS_THREAD = threading.local()
 def host_threads(device: torch.device, numa: int | str | None = "auto", root: Path = SYSFS) -> int:
     """How many threads step on the host if ``grass.Offload(threads=None)`` leaves it open.
 
-    For a CPU as the device as many as torch uses, so that results are those of the resident optimizer. For other devices
-    the physical cores of the node that the thread is bound to, or that the device hangs on, or of all nodes if neither is
-    known. Two processors of one core count once. Only processors that this process may use count, at most as many as its
-    control group has time for, and the processes that torchrun starts on a machine share them.
+    For a CPU as the device: as many as torch uses, so that results are those of the resident optimizer. For other
+    devices: the physical cores of the node that is given, else of the node that the device hangs on, else of all nodes.
+    Two processors of one core count once. Only processors that this process may use count, and at most as many as its
+    control group has time for. The processes that torchrun starts on a machine share its cores.
 
     Args:
         device: that of the parameters.
@@ -102,7 +103,7 @@ def node_of(device: torch.device, root: Path = SYSFS) -> int | None:
     """The NUMA node that a CUDA device hangs on; ``None`` for others and where the system does not say."""
     if device.type != "cuda":
         return None
-    card = torch.cuda.get_device_properties(device)
+    card: Any = torch.cuda.get_device_properties(device)
     address = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
     file = root / "bus/pci/devices" / address / "numa_node"
     node = int(file.read_text()) if file.exists() else -1
