@@ -26,7 +26,7 @@ CATEGORIES = {
 
 
 def render(name: str, model: Architecture, setting: Setting, gpu: int | None, machine: Machine | None = None) -> str:
-    """The table. With a ``gpu`` of so many bytes: what fits it. With a ``machine``: how long offloaded steps take there."""
+    """The table; with a ``gpu`` of so many bytes what fits it; with a ``machine`` how long offloaded steps take."""
     plans = {method: plan(method, model, setting) for method in METHODS}
     other = replace(setting, checkpointing=not setting.checkpointing)
     others = [plan(method, model, other).activations for method in METHODS]
@@ -59,8 +59,8 @@ def render(name: str, model: Architecture, setting: Setting, gpu: int | None, ma
         notes.append(f"Offloaded: {' and '.join(OFFLOADABLE)}; the others cannot be.")
     if setting.offload and machine is not None:
         notes.append(
-            f"Seconds are simulated with the rates of {machine.name or 'a machine without a name'}. The next forward hides "
-            "some of them."
+            f"Seconds are simulated with the rates of {machine.name or 'a machine without a name'}. "
+            "The next forward hides some of them."
         )
     notes += [f"Peak of {method}: {p.peak_at}." for method, p in plans.items()]
     return "\n".join([_heading(name, model, setting, gpu), "", *_aligned(rows), "", *notes])

@@ -34,8 +34,8 @@ class Offload:
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is out of range, or this process may use no processor of the NUMA node; the message says what
-            is allowed.
+        ValueError: a value is out of range, or this process may use no processor of the NUMA node; the message says
+            what is allowed.
     """
 
     fraction: float | str = 0.0

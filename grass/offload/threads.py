@@ -1,8 +1,8 @@
 """Which processors step on the host: how many threads, and on which NUMA node.
 
 A machine with several NUMA nodes has several memories. A device hangs on one of them, and its copies are fastest
-there. Linux says which in ``/sys``; every function takes that directory as ``root``. Elsewhere nothing is bound, and the
-number of threads is torch's.
+there. Linux says which in ``/sys``; every function takes that directory as ``root``. Elsewhere nothing is bound, and
+the number of threads is torch's.
 """
 
 from __future__ import annotations

@@ -88,9 +88,10 @@ def draw(axes: Any, tasks: Iterable[Task], spans: Spans | None = None) -> None:
     """
     found = _spans(tasks, spans)
     rows = _rows(found)
+    edge = min(0.5, 30 / max(len(found), 1))  # edges of many thin bars would cover them
     for resource, row in rows.items():
         bars = [(start, end - start) for task, (start, end) in found.items() if task.resource == resource]
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=f"C{row}", edgecolor="white", linewidth=0.5)
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=f"C{row}", edgecolor="white", linewidth=edge)
     axes.set_yticks(list(rows.values()), list(rows))
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
