@@ -17,6 +17,7 @@ from grass.training.run.flags import from_flags
 from grass.training.run.optimizers import OptimizerConfig
 from tests.training.runs import PRETRAIN
 
+ROOT = PRETRAIN.parents[1]
 RECIPES = sorted((PRETRAIN.parent / "recipes").glob("pretrain_*.sh"))
 T5_VOCABULARY = 32_100
 pretrain = runpy.run_path(str(PRETRAIN))
@@ -69,6 +70,11 @@ def test_says_what_is_planned(recipe):
     plan, _ = planned(args)
     expected = f"# Planned: {plan.total / 1e9:.1f} GB on the device, {plan.on_host / 1e9:.1f} GB on the host.\n"
     assert expected in recipe.read_text()
+    row = next(line for line in (ROOT / "docs/offload.md").read_text().splitlines() if f"`{recipe.name}`" in line)
+    memory = re.search(r"_(\d+)gb_", recipe.stem)[1]
+    assert row.endswith(f"| {memory} GB | {plan.on_host / 1e9:.0f} GB |")
+    if args.compact:
+        assert f"rank {args.rank} |" in row
 
 
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if "offload" in path.stem], ids=lambda path: path.stem)
