@@ -10,12 +10,22 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from grass.command_line import ArgumentParser
+from grass.memory import Setting
+from grass.memory.models import load_architecture
+from grass.memory.offloading import parameters
+from grass.offload.machine import Machine
+from grass.offload.schedule import Unit, schedule
+from grass.offload.tasks import Task, simulate
+from grass.offload.timeline import draw
 
 INK, FILL, LIGHT, ACCENT = "#24292f", "#2f8f4e", "#e8efe9", "#b5652a"
 SELECTED = (1, 4, 5, 10)
 """The selected ones of sixteen columns."""
 EXPLORED = (0, 6, 11, 13)
 """The columns that one step explores."""
+MACHINE = Machine(host_rate=3e9, down_rate=20e9, up_rate=20e9, device_rate=100e9)
+FLOPS, TOKENS = 300e12, 16_384
+"""Plausible rates of a server with one GPU, and a batch; the simulated timeline is of these."""
 
 
 def main() -> None:
@@ -24,8 +34,8 @@ def main() -> None:
     out = parser.parse_args().out
     mpl.rcParams.update({"svg.hashsalt": "grass", "font.size": 9, "svg.fonttype": "none"})
     out.mkdir(parents=True, exist_ok=True)
-    for draw in (what_exists, life_of_a_selection):
-        draw().savefig(out / f"{draw.__name__}.svg", metadata={"Date": None})
+    for diagram in (what_exists, life_of_a_selection, offload_timeline):
+        diagram().savefig(out / f"{diagram.__name__}.svg", metadata={"Date": None})
 
 
 def what_exists() -> Figure:
@@ -79,6 +89,29 @@ def life_of_a_selection() -> Figure:
     axis.text(5.8, 1.3, "step with a sketch: also the norms of all rows", color=ACCENT)
     axis.set(xlim=(0.4, steps + 0.6), ylim=(-0.9, 1.7), aspect="auto")
     axis.axis("off")
+    return figure
+
+
+def offload_timeline() -> Figure:
+    """Draw the simulated tasks of an offloaded step of LLaMA 1B, and the forward that waits for them."""
+    model, setting = load_architecture("1b"), Setting(rank=1 / 8, offload=True)
+    named = parameters("Grass", model, setting)
+    tasks, ends = schedule([Unit(name, False, p.elements, p.down, p.up) for name, p in named])
+    by_part = {
+        name: tuple(end for (other, _), end in zip(named, ends, strict=True) if other == name) for name, _ in named
+    }
+    blocks = [f"block {i}" for i in range(model.layers)]
+    flops = 2 * TOKENS * (model.layer_matrix + model.vectors)
+    forward = [Task(name, "next forward", flops, (*by_part["end"], *by_part[name])) for name in blocks]
+    spans = simulate(
+        [*tasks, *forward], lambda t: t.amount / FLOPS if t.resource == "next forward" else MACHINE.seconds(t)
+    ).spans
+    figure = Figure(figsize=(8, 2.8), layout="constrained")
+    axes = figure.subplots()
+    draw(axes, [*tasks, *forward], spans)
+    axes.set_title("Simulated, not measured: one step of LLaMA 1B in compact mode", fontsize=10, color=INK)
+    axes.set_xlabel("seconds after optimizer.step()")
+    axes.set_yticklabels(["gradients down", "values up", "update on the host", "next forward"])
     return figure
 
 

@@ -98,7 +98,7 @@ def test_diagrams_are_those_of_the_script(tmp_path):
     subprocess.run([sys.executable, ROOT / "scripts" / "diagrams.py", "--out", tmp_path], check=True)
     folders = tmp_path, DOCS / "images"
     drawn, committed = ({path.name: drawing(path.read_text()) for path in folder.glob("*.svg")} for folder in folders)
-    shown = set(re.findall(r"images/(\w+\.svg)", (DOCS / "index.md").read_text()))
+    shown = set(re.findall(r"images/(\w+\.svg)", "".join(page.read_text() for page in DOCS.glob("*.md"))))
     assert drawn.keys() == committed.keys() == shown
     for name, (shape, numbers) in drawn.items():
         assert shape == committed[name][0], name

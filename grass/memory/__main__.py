@@ -2,7 +2,8 @@ r"""What training a model takes, by category and method, and what fits a GPU.
 
     python -m grass.memory --model 13b --rank 256 --seq 2048 --batch 1 --gpu 40GB
     python -m grass.memory --model Qwen/Qwen2.5-7B --moments 8bit --gpu 24GiB
-    python -m grass.memory --model 13b --offload --gpu 40GB
+    python -m grass.memory --model 13b --offload --machine machine.json --gpu 40GB
+    python -m grass.memory --model 13b --offload-path /fast/disk
     python -m grass.memory --model path/to/config.json --no-checkpointing --chunked-loss 0
 
 Nothing is allocated: what a block saves is counted on tensors without contents, the rest follows in closed form; all is
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +26,8 @@ from grass.command_line import ArgumentParser, number
 from grass.memory.models import load_architecture
 from grass.memory.setting import MOMENTS, Setting
 from grass.memory.table import render
-from grass.memory.units import UNITS, parse_bytes
+from grass.memory.units import UNITS, format_bytes, parse_bytes
+from grass.offload.machine import Machine
 from grass.options import POLICIES
 from grass.selection.rules import available_rules
 
@@ -55,15 +59,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             dtype=getattr(torch, args.dtype),
             active_dtype=getattr(torch, args.active_dtype),
             checkpointing=args.checkpointing,
-            offload=args.offload,
+            offload=args.offload or args.offload_path is not None,
+            files=args.offload_path is not None,
             slack=args.slack,
         )
         model = load_architecture(args.model)
         setting, reasons = setting.lowered(model, FLAGS.keys() - given.keys())
         for field, reason in reasons.items():
             print(f"{FLAGS[field]} {getattr(setting, field)} instead of {getattr(Setting, field)}: {reason}")
-        print(render(args.model, model, setting, args.gpu))
-    except (ImportError, ValueError) as error:
+        if args.machine is not None and not setting.offload:
+            raise ValueError("--machine predicts offloaded steps: add --offload")
+        machine = None if args.machine is None else Machine.read(args.machine)
+        print(render(args.model, model, setting, args.gpu, machine))
+        if args.offload_path is not None:
+            print(_room(args.offload_path))
+    except (ImportError, OSError, ValueError) as error:
         parser.error(_with_flags(str(error)))
 
 
@@ -102,6 +112,13 @@ def argument_parser() -> ArgumentParser:
         help="logits of so many tokens at a time, 0: of all; default: 256, or 0 where the loss cannot be chunked",
     )
     add("--offload", action="store_true", help="AdamW and Grass: moments in host memory, stepped there")
+    add(
+        "--offload-path",
+        type=Path,
+        metavar="DIRECTORY",
+        help="--offload with moments, bank and copies of weights in files there",
+    )
+    add("--machine", type=Path, metavar="FILE", help="rates of python -m grass.offload --out: how long steps take")
     add("--slack", type=float, default=0.02, help="allocator slack, a fraction of the peak: an assumption")
     return parser
 
@@ -111,6 +128,13 @@ def _size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _room(directory: Path) -> str:
+    """How much space a directory has, if it is there."""
+    if not directory.is_dir():
+        return f"{directory} is not there yet: its free space is not known."
+    return f"{directory} has {format_bytes(shutil.disk_usage(directory).free)} free."
 
 
 def _with_flags(message: str) -> str:

@@ -29,10 +29,10 @@ class Architecture:
     Attributes:
         layers: blocks, ``L``.
         vocab: tokens ``V``.
-        linears: the matrices of one block that Grass converts (:func:`grass.matched_modules`).
-        vectors: elements of one block's other parameters: biases and norms.
+        block: the parameters of one block in order: the matrices that Grass converts (:func:`grass.matched_modules`),
+            and the elements of each other one, biases and norms.
+        outside: elements of each parameter outside the blocks, a tied weight once.
         head: elements of the head's weight, and of the embedding's.
-        ends: elements of all that is outside the blocks, a tied weight once.
         tied: whether the head's weight is the embedding's.
         window: of sliding attention; ``None`` attends to everything before.
         positions: the longest sequence for which positions are learned; ``None`` where they are computed.
@@ -42,10 +42,9 @@ class Architecture:
 
     layers: int
     vocab: int
-    linears: tuple[Linear, ...]
-    vectors: int
+    block: tuple[Linear | int, ...]
+    outside: tuple[int, ...]
     head: int
-    ends: int
     tied: bool
     window: int | None
     positions: int | None
@@ -63,22 +62,35 @@ class Architecture:
         model = _meta_model(config)
         blocks = blocks_of(model)
         check_blocks(config, blocks)
-        linears = _converted(blocks[0])
+        inside = {id(p) for p in blocks.parameters()}
         head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-        block = sum(p.numel() for p in blocks[0].parameters())
         return cls(
             layers=len(blocks),
             vocab=head.shape[0],
-            linears=linears,
-            vectors=block - sum(linear.m * linear.n for linear in linears),
+            block=_parameters(blocks[0]),
+            outside=tuple(p.numel() for p in model.parameters() if id(p) not in inside),
             head=head.numel(),
-            ends=sum(p.numel() for p in model.parameters()) - len(blocks) * block,
             tied=head is embedding,
             window=getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None,
             positions=learned_positions(model),
             scales_logits=any(getattr(config, name, None) is not None for name in LOGIT_SCALES),
             tracer=Tracer(config),
         )
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices of one block that Grass converts."""
+        return tuple(part for part in self.block if isinstance(part, Linear))
+
+    @property
+    def vectors(self) -> int:
+        """Elements of one block's other parameters."""
+        return sum(part for part in self.block if isinstance(part, int))
+
+    @property
+    def ends(self) -> int:
+        """Elements of all that is outside the blocks."""
+        return sum(self.outside)
 
     @property
     def layer_matrix(self) -> int:
@@ -106,9 +118,9 @@ def _meta_model(config: Any) -> Any:
         ) from error
 
 
-def _converted(block: nn.Module) -> tuple[Linear, ...]:
-    """The matrices of a block that :func:`grass.compact` would convert."""
+def _parameters(block: nn.Module) -> tuple[Linear | int, ...]:
+    """A block's parameters: the matrices that :func:`grass.compact` would convert, and the elements of the others."""
     layers: dict[str, Any] = {name: block.get_submodule(name) for name in matched_modules(block)}
     converted = [layer for name, layer in layers.items() if convertible(name, layer)]
-    shapes = [layer.weight.shape[:: 1 if isinstance(layer, nn.Linear) else -1] for layer in converted]
-    return tuple(Linear(m, n) for m, n in shapes)
+    shapes = {id(layer.weight): layer.weight.shape[:: 1 if isinstance(layer, nn.Linear) else -1] for layer in converted}
+    return tuple(Linear(*shapes[id(p)]) if id(p) in shapes else p.numel() for p in block.parameters())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from grass.memory.activations import loss_memory
 from grass.memory.architecture import Architecture
 from grass.memory.methods import METHODS, OFFLOADABLE, Holdings, Host, offloaded
+from grass.memory.offloading import bytes_in_files
 from grass.memory.setting import Setting
 
 
@@ -20,7 +21,8 @@ class Plan:
         gradients: after backward.
         moments: optimizer state on the device.
         bank: moments in host memory, not part of the peak.
-        host: what offload keeps in host memory beside the bank, not part of the peak either.
+        host: what offload keeps on the host beside the bank, not part of the peak either.
+        files: bytes of bank and ``host`` that lie in files, not in memory.
         activations: what forward saves; under checkpointing the layers' inputs and one layer's recomputation.
         loss: logits and gradients with respect to them.
         workspace: temporaries of backward through one layer, or of the optimizer's step if these are larger, and the
@@ -36,6 +38,7 @@ class Plan:
     moments: int
     bank: int
     host: Host
+    files: int
     activations: int
     loss: int
     workspace: int
@@ -51,7 +54,7 @@ class Plan:
     @property
     def on_host(self) -> int:
         """Bytes of host memory."""
-        return self.bank + sum(self.host)
+        return self.bank + sum(self.host) - self.files
 
 
 def plan(method: str, model: Architecture, setting: Setting) -> Plan:
@@ -67,8 +70,10 @@ def plan(method: str, model: Architecture, setting: Setting) -> Plan:
         raise ValueError(f"Unknown method {method!r}; available: {', '.join(METHODS)}")
     setting.check(model)
     held = METHODS[method](model, setting)
+    files = 0
     if setting.offload and method in OFFLOADABLE:
         held = offloaded(held, model, setting)
+        files = bytes_in_files(method, model, setting) if setting.files else 0
     moments = {**peaks(held, model, setting, refresh=False), **peaks(held, model, setting, refresh=True)}
     peak_at = max(moments, key=lambda moment: moments[moment])
     layer = max(held.layer_saved, held.refresh_saved)
@@ -80,6 +85,7 @@ def plan(method: str, model: Architecture, setting: Setting) -> Plan:
         moments=held.moments,
         bank=held.bank,
         host=held.host,
+        files=files,
         activations=round(kept + held.traced.ends),
         loss=round(loss_memory(model, setting, held.traced.loss, head_trains=held.end_gradients > 0)),
         workspace=round(max(held.layer_workspace + held.traced.temporaries, held.step_workspace))

@@ -38,6 +38,7 @@ class Setting:
         chunk_tokens: tokens whose logits the loss holds at a time; 0 for all.
         sketch_size: columns of the sketch from which Grass chooses rows.
         offload: AdamW and Grass keep moments, and copies of weights and gradients, in host memory and step there.
+        files: with ``offload``, what ``grass.Offload(path=...)`` puts there lies in files.
         slack: allocator slack: what rounding and fragmentation add to the peak, as a fraction of it.
     """
 
@@ -56,6 +57,7 @@ class Setting:
     chunk_tokens: int = 256
     sketch_size: int = 32
     offload: bool = False
+    files: bool = False
     slack: float = 0.02
 
     def __post_init__(self) -> None:

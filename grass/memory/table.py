@@ -7,9 +7,12 @@ from dataclasses import replace
 from grass.memory.architecture import Architecture
 from grass.memory.fits import largest_that_fit
 from grass.memory.methods import METHODS, OFFLOADABLE, Host
+from grass.memory.offloading import step_tasks
 from grass.memory.planner import Plan, plan
 from grass.memory.setting import Setting
 from grass.memory.units import format_bytes
+from grass.offload.machine import Machine
+from grass.offload.tasks import simulate
 
 CATEGORIES = {
     "weights": "weights",
@@ -22,8 +25,8 @@ CATEGORIES = {
 }
 
 
-def render(name: str, model: Architecture, setting: Setting, gpu: int | None) -> str:
-    """The table, and with a ``gpu`` of so many bytes what fits it."""
+def render(name: str, model: Architecture, setting: Setting, gpu: int | None, machine: Machine | None = None) -> str:
+    """The table; with a ``gpu`` of so many bytes what fits it; with a ``machine`` how long offloaded steps take."""
     plans = {method: plan(method, model, setting) for method in METHODS}
     other = replace(setting, checkpointing=not setting.checkpointing)
     others = [plan(method, model, other).activations for method in METHODS]
@@ -44,12 +47,21 @@ def render(name: str, model: Architecture, setting: Setting, gpu: int | None) ->
             [f"{field.replace('_', ' ')} on host", *(_gb(getattr(p.host, field)) for p in plans.values())]
             for field in Host._fields
         ]
+        if setting.files:
+            rows.append(["of these in files", *(_gb(p.files) for p in plans.values())])
         rows.append(["total on host", *(_gb(p.on_host) for p in plans.values())])
+    if setting.offload and machine is not None:
+        rows.append(["step, link and update, s", *(_seconds(method, model, setting, machine) for method in plans)])
     if gpu is not None:
         rows += _fitting(plans, model, setting, gpu)
     notes = ["GB are 10^9 bytes. The peak is less than the sum: gradients grow while activations shrink."]
     if setting.offload:
         notes.append(f"Offloaded: {' and '.join(OFFLOADABLE)}; the others cannot be.")
+    if setting.offload and machine is not None:
+        notes.append(
+            f"Seconds are simulated with the rates of {machine.name or 'a machine without a name'}. "
+            "The next forward hides some of them."
+        )
     notes += [f"Peak of {method}: {p.peak_at}." for method, p in plans.items()]
     return "\n".join([_heading(name, model, setting, gpu), "", *_aligned(rows), "", *notes])
 
@@ -86,6 +98,12 @@ def _dtype(dtype: object) -> str:
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:,.2f}" if size else "-"
+
+
+def _seconds(method: str, model: Architecture, setting: Setting, machine: Machine) -> str:
+    if method not in OFFLOADABLE:
+        return "-"
+    return f"{simulate(step_tasks(method, model, setting), machine.seconds).makespan:,.3g}"
 
 
 def _count(value: int | None) -> str:

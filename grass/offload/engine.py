@@ -9,6 +9,7 @@ parameters may be stepped by the device instead (:mod:`grass.offload.visits`).
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Iterable
@@ -20,7 +21,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from grass.compact_mode.layer import CompactLayer
-from grass.cpu.kernel import use_threads
 from grass.offload.executor import Executor
 from grass.offload.gate import Arriving, Gate
 from grass.offload.home import Home
@@ -32,6 +32,8 @@ from grass.offload.replicas import LayerReplica, Replica
 from grass.offload.schedule import Unit, placement, schedule
 from grass.offload.sizes import Sizes, bytes_at_home
 from grass.offload.tasks import Task, measured_seconds
+from grass.offload.threads import prepare_thread
+from grass.offload.timeline import save
 from grass.offload.tuning import Tuning
 from grass.offload.visits import Visit, state_bytes
 from grass.parallel.shards import is_sharded, local
@@ -144,13 +146,18 @@ class Engine:
 
     def plan(self, fraction: float) -> list[Task]:
         """The tasks of a step in which the device takes this fraction, without work."""
-        there = placement(fraction, [p.numel() for p in self._sizes])
-        every = zip(self._sizes.values(), there, strict=True)
+        sizes = [self._sizes[p] for p in self._gate.order(list(self._sizes))]
+        there = placement(fraction, [s.elements for s in sizes])
         units = [
-            Unit("", True, s.elements, s.state, s.state) if visits else Unit("", False, s.elements, s.down, s.up)
-            for s, visits in every
+            Unit("", visits, s.elements, s.state if visits else s.down, s.state if visits else s.up)
+            for s, visits in zip(sizes, there, strict=True)
         ]
         return self.schedule(units)[0]
+
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Wait for the last step and show when each of its tasks ran: :func:`grass.offload.timeline.save`."""
+        self.finish()
+        save(self.last_tasks, path)
 
     def __repr__(self) -> str:
         machine, predicted = self._tuning.machine, self._tuning.predicted(self.plan)
@@ -189,8 +196,8 @@ class Engine:
 
     def _update(self, host: WholeStep, member: Place, replica: Replica) -> None:
         """Step a parameter on the host, in the executor's thread."""
-        use_threads(self.options.threads)
         p, group, position = member
+        prepare_thread(self.options.threads, self.options.numa, p.device)
         replica.step(host, group, position)
         self._home.settle(host.states[replica.host], self._at_home.setdefault(p, {}))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from grass.offload import rates
 from grass.offload.link import Link
 from grass.offload.tasks import RESOURCES, Task
+from grass.offload.threads import host_threads, prepare_thread
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,12 @@ class Machine:
     def measure(cls, device: torch.device | str, threads: int | None = None, link: Link | None = None) -> Machine:
         """Measure this machine, each rate for a quarter of a second; the two directions of the link at the same time.
 
-        The host's rate is that of the C++ kernel if it can be built, else of ``torch.optim.AdamW(fused=True)``. The
-        first call on a machine may build the kernel, which takes longer.
+        The host's rate is that of the C++ kernel if it can be built, else of ``torch.optim.AdamW(fused=True)``, in a
+        thread as :class:`grass.Offload` has it. The first call on a machine may build the kernel, which takes longer.
 
         Args:
             device: the device whose state is offloaded.
-            threads: of the update on the CPU; ``None``: as many as torch uses now.
+            threads: of the update on the CPU; ``None``: as many as :class:`grass.Offload` takes by itself.
             link: the link to the device; ``None``: one made for this.
 
         Raises:
@@ -59,9 +61,11 @@ class Machine:
         if link.device != torch.empty(0, device=device).device:
             raise ValueError(f"The link is to {link.device}, the device is {device}")
         before = torch.get_num_threads()
-        torch.set_num_threads(threads or before)
+        torch.set_num_threads(threads or host_threads(link.device))
         try:
-            host, name = rates.host_rate(), machine_name(device)
+            name = machine_name(device, torch.get_num_threads())
+            with ThreadPoolExecutor(1, initializer=prepare_thread, initargs=(threads, "auto", link.device)) as thread:
+                host = thread.submit(rates.host_rate).result()
         finally:
             torch.set_num_threads(before)
         return cls(host, *rates.link_rates(link), rates.device_rate(link.device), name)
@@ -97,13 +101,28 @@ class Machine:
         Raises:
             ValueError: they are of other hardware or another number of threads, or not rates.
         """
-        stored = json.loads(Path(path).read_text())
-        here = machine_name(device, threads)
-        if not isinstance(stored, dict) or stored.keys() != cls.__dataclass_fields__.keys():
-            raise ValueError(f"{path} does not hold the rates of a machine; measure again")
-        if stored["name"] != here:
-            raise ValueError(f"{path} holds rates of {stored['name']!r}, this is {here!r}; measure again")
-        return cls(**stored)
+        stored, here = cls.read(path), machine_name(device, threads)
+        if stored.name != here:
+            raise ValueError(f"{path} holds rates of {stored.name!r}, this is {here!r}; measure again")
+        return stored
+
+    @classmethod
+    def read(cls, path: str | Path) -> Machine:
+        """Read rates of any machine.
+
+        Args:
+            path: a file of :meth:`save`.
+
+        Raises:
+            ValueError: they are not rates.
+        """
+        try:
+            stored = json.loads(Path(path).read_text())
+            if stored.keys() == cls.__dataclass_fields__.keys():
+                return cls(**stored)
+        except (AttributeError, TypeError, ValueError):  # not JSON, no object, no numbers
+            pass
+        raise ValueError(f"{path} does not hold the rates of a machine; measure again")
 
 
 def machine_name(device: torch.device | str, threads: int | None = None) -> str:
@@ -111,9 +130,9 @@ def machine_name(device: torch.device | str, threads: int | None = None) -> str:
 
     Args:
         device: the device.
-        threads: of the update on the CPU; ``None``: as many as torch uses now.
+        threads: of the update on the CPU; ``None``: as many as :class:`grass.Offload` takes by itself.
     """
-    name = f"{processor()}, {threads or torch.get_num_threads()} threads"
+    name = f"{processor()}, {threads or host_threads(torch.device(device))} threads"
     is_cuda = torch.device(device).type == "cuda"
     return f"{name}, {torch.cuda.get_device_name(device) if is_cuda else torch.device(device).type}"
 

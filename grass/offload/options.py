@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grass.offload.threads import check_node
+
 
 @dataclass(frozen=True)
 class Offload:
@@ -20,8 +22,12 @@ class Offload:
         fraction: share of the parameters' elements that the device steps, while the host steps the others: their state
             visits the device (:mod:`grass.offload.visits`). ``"auto"`` measures the first steps and takes the share
             that a simulation finds fastest.
-        threads: threads of the CPU kernel; ``None``: as many as torch uses. Results depend on their number as those of
-            the resident optimizer do. Parameters at full rank are stepped by torch, with torch's threads.
+        threads: threads of the CPU kernel; ``None``: as many as the NUMA node of the device has physical cores
+            (:func:`grass.offload.threads.host_threads`), for a CPU as the device as many as torch uses. Results depend
+            on their number as those of the resident optimizer do. Parameters at full rank are stepped by torch, with
+            torch's threads.
+        numa: the NUMA node that the host's update is bound to, on Linux. ``"auto"``: that of the device of the first
+            parameter, if the machine has several nodes. ``None``: not bound.
         path: a directory: moments, bank and the copies of the weights lie in memory-mapped files there, which may be
             larger than the host's memory. ``None``: in memory.
         masters: keep float32 copies of bfloat16 and float16 parameters on the host, step these, and round them into the
@@ -35,11 +41,13 @@ class Offload:
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is out of range; the message says what is allowed.
+        ValueError: a value is out of range, or this process may use no processor of the NUMA node; the message says
+            what is allowed.
     """
 
     fraction: float | str = 0.0
     threads: int | None = None
+    numa: int | str | None = "auto"
     path: str | os.PathLike[str] | None = None
     masters: bool = False
     overlap: bool = True
@@ -54,6 +62,9 @@ class Offload:
             self._check("fraction", "a number in [0, 1] or 'auto'", lambda v: 0 <= v <= 1)
         if self.threads is not None:
             self._check("threads", "an integer >= 1 or None", lambda v: v >= 1, int)
+        if self.numa is not None and self.numa != "auto":
+            self._check("numa", "an integer >= 0, 'auto' or None", lambda v: v >= 0, int)
+            check_node(int(self.numa))
         if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
             raise TypeError(f"Invalid path={self.path!r}: must be a path or None")
         self._check("deadline", "a finite number > 0", lambda v: 0 < v < math.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,28 @@ Spans = Mapping[Task, tuple[float, float]]
 """Start and end of tasks in seconds: :attr:`grass.offload.tasks.Timeline.spans`."""
 
 
+def save(tasks: Iterable[Task], path: str | os.PathLike[str]) -> None:
+    """Write a trace if the file's name ends in ``.json``, else draw a picture.
+
+    Args:
+        tasks: those that have run.
+        path: ``step.json`` for Perfetto or ``chrome://tracing``; ``step.png``, ``.svg`` or ``.pdf`` for a picture.
+
+    Raises:
+        ImportError: a picture needs Matplotlib.
+        ValueError: no task has ended; or Matplotlib does not know the format.
+    """
+    tasks = list(tasks)
+    if not any(task.done for task in tasks):
+        raise ValueError("There is no step to show: call optimizer.step() before")
+    if Path(path).suffix == ".json":
+        chrome_trace(tasks, path)
+    else:
+        plot(tasks, path)
+
+
 def chrome_trace(
-    tasks: Iterable[Task], path: str | Path | None = None, spans: Spans | None = None
+    tasks: Iterable[Task], path: str | os.PathLike[str] | None = None, spans: Spans | None = None
 ) -> list[dict[str, Any]]:
     """Events in the Trace Event Format, one row a resource, times in microseconds after the first start.
 
@@ -37,7 +58,7 @@ def chrome_trace(
     return events
 
 
-def plot(tasks: Iterable[Task], path: str | Path, spans: Spans | None = None) -> None:
+def plot(tasks: Iterable[Task], path: str | os.PathLike[str], spans: Spans | None = None) -> None:
     """Draw a bar for each task, one row a resource, and save the figure in the format of the file's name.
 
     Args:
@@ -52,17 +73,28 @@ def plot(tasks: Iterable[Task], path: str | Path, spans: Spans | None = None) ->
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("A plot of a schedule needs Matplotlib: pip install grass-torch[hf]") from error
+    figure = Figure(figsize=(9, 0.8 + 0.5 * len(RESOURCES)), layout="constrained")
+    draw(figure.subplots(), tasks, spans)
+    figure.savefig(path)
+
+
+def draw(axes: Any, tasks: Iterable[Task], spans: Spans | None = None) -> None:
+    """Draw a bar for each task into ``axes`` of Matplotlib, one row a resource.
+
+    Args:
+        axes: where.
+        tasks: the schedule. Tasks that have not ended are left out.
+        spans: simulated times; ``None``: those that the executor measured.
+    """
     found = _spans(tasks, spans)
     rows = _rows(found)
-    figure = Figure(figsize=(9, 0.8 + 0.5 * len(rows)), layout="constrained")
-    axes = figure.subplots()
+    edge = min(0.5, 30 / max(len(found), 1))  # edges of many thin bars would cover them
     for resource, row in rows.items():
         bars = [(start, end - start) for task, (start, end) in found.items() if task.resource == resource]
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=f"C{row}", edgecolor="white", linewidth=0.5)
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=f"C{row}", edgecolor="white", linewidth=edge)
     axes.set_yticks(list(rows.values()), list(rows))
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    figure.savefig(path)
 
 
 def _spans(tasks: Iterable[Task], spans: Spans | None) -> dict[Task, tuple[float, float]]:

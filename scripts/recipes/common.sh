@@ -1,16 +1,19 @@
 # Sourced by the recipes: `pretrain FLAGS...` runs scripts/pretrain.py on C4, which is streamed, with what they share.
+# `pretrain_grass FLAGS...` does so with Grass in compact mode.
 # With --smoke among the flags, the same path on the embedded corpus with a model of four small layers.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 
-# Grass runs with its defaults: as many columns are explored as --rank selects, and nothing is kept on the host.
+# Grass runs with its defaults: as many columns are explored as --rank selects, and without --offload nothing is kept on
+# the host.
 # The learning rate is what trained well in small models; at these sizes it has not been tuned.
 training=(
-    --dtype bf16 --checkpointing --chunked-loss 256 --optimizer grass --compact --active-dtype float32
+    --dtype bf16 --checkpointing --chunked-loss 256
     --lr 5e-4 --clip 1.0
     --seq-len 2048 --steps 100000 --warmup 2000 --eval-every 1000 --save-every 1000
 )
+grass=(--optimizer grass --compact --active-dtype float32)
 c4=(--dataset allenai/c4 --subset en --tokenizer t5-base)
 smoke=(
     --model 1m --rank 16 --seq-len 64 --batch-size 2 --accumulate 2 --chunked-loss 48 --update-interval 2
@@ -27,4 +30,8 @@ pretrain() {
         fi
     done
     exec "${PYTHON:-python}" scripts/pretrain.py "${training[@]}" ${data[@]+"${data[@]}"} "${flags[@]}" ${last[@]+"${last[@]}"}
+}
+
+pretrain_grass() {
+    pretrain "${grass[@]}" "$@"
 }

@@ -3,4 +3,4 @@
 #
 #     scripts/recipes/pretrain_llama_13b_24gb.sh [--smoke] [--resume] [--out DIRECTORY] [other flags of scripts/pretrain.py]
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-pretrain --out runs/llama_13b_24gb --model 13b --rank 160 --weights int8 --moment-dtype 8bit --batch-size 1 --accumulate 256 "$@"
+pretrain_grass --out runs/llama_13b_24gb --model 13b --rank 160 --weights int8 --moment-dtype 8bit --batch-size 1 --accumulate 256 "$@"

@@ -3,4 +3,4 @@
 #
 #     scripts/recipes/pretrain_llama_7b_12gb.sh [--smoke] [--resume] [--out DIRECTORY] [other flags of scripts/pretrain.py]
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-pretrain --out runs/llama_7b_12gb --model 7b --rank 96 --weights int8 --moment-dtype 8bit --batch-size 1 --accumulate 256 "$@"
+pretrain_grass --out runs/llama_7b_12gb --model 7b --rank 96 --weights int8 --moment-dtype 8bit --batch-size 1 --accumulate 256 "$@"

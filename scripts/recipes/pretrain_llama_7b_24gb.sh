@@ -3,4 +3,4 @@
 #
 #     scripts/recipes/pretrain_llama_7b_24gb.sh [--smoke] [--resume] [--out DIRECTORY] [other flags of scripts/pretrain.py]
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-pretrain --out runs/llama_7b_24gb --model 7b --rank 192 --batch-size 2 --accumulate 128 "$@"
+pretrain_grass --out runs/llama_7b_24gb --model 7b --rank 192 --batch-size 2 --accumulate 128 "$@"

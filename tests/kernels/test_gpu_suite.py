@@ -20,6 +20,8 @@ KERNELS = [
     "compact_grad",
     "row_sketch",
 ]
+WHOLE_STEPS = ["train_step", "capped_training", "offload", "offload_machine"]
+"""What else the suite measures."""
 SUPPORT = ["__init__", "arithmetic", "dispatch", "language", "layout", "moment_codes", "random_bits"]
 """Files beside the kernels: torch's arithmetic, dispatch, and what several kernels share."""
 
@@ -31,13 +33,19 @@ def test_smoke(tmp_path) -> None:
     command = ["bash", str(ROOT / "scripts/gpu_suite.sh"), "--smoke"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert {path.stem for path in tmp_path.glob("*.csv")} == {*KERNELS, "train_step", "capped_training"}
+    assert {path.stem for path in tmp_path.glob("*.csv")} == {*KERNELS, *WHOLE_STEPS}
     for path in tmp_path.glob("*.csv"):
         rows = pd.read_csv(path)
         assert rows[["gpu", "torch", "triton", "commit"]].notna().all(axis=None)
         assert (rows.commit == "abc").all()
         if path.stem in KERNELS:
             assert (rows.of_ceiling > 0).all()
+    offload = pd.read_csv(tmp_path / "offload.csv", index_col="contestant")
+    ours = offload.index.str.contains("rass")
+    assert (offload.step_ms[ours] > 0).all()
+    assert (offload.note[~ours] == "needs CUDA").all()
+    assert not offload.clipped["AdamW, torchao CPUOffloadOptimizer"]
+    assert (pd.read_csv(tmp_path / "offload_machine.csv").host_rate > 0).all()
 
 
 def test_every_kernel_has_its_benchmark() -> None:
@@ -49,7 +57,7 @@ def test_every_kernel_has_its_benchmark() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["kernels/row_norms.py", "gpu_train_step.py"])
+@pytest.mark.parametrize("script", ["kernels/row_norms.py", "gpu_train_step.py", "gpu_offload.py"])
 def test_says_that_there_is_no_gpu(script) -> None:
     command = [sys.executable, str(ROOT / "scripts/bench" / script)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
+from grass import Offload
 from grass.offload.executor import Executor
 from grass.offload.tasks import Task, simulate
 from grass.offload.timeline import chrome_trace, plot
 from tests.offload.schedules import pipeline
+from tests.offload.training import build, train
 
 
 def measured() -> list[Task]:
@@ -62,3 +64,16 @@ def test_plot_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"grass-torch\[hf\]"):
         plot(measured(), tmp_path / "run.png")
+
+
+def test_the_last_step_of_an_optimizer(tmp_path):
+    model, optimizer = build("compact", offload=Offload(bytes_per_second=1e7))
+    assert optimizer.offload is not None
+    with pytest.raises(ValueError, match=r"no step to show: call optimizer.step\(\) before"):
+        optimizer.offload.timeline(tmp_path / "step.json")
+    train(model, optimizer, 2)
+    optimizer.offload.timeline(tmp_path / "step.json")  # waits for the step
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert {e["name"] for e in events if e["ph"] == "X"} == {task.name for task in optimizer.offload.last_tasks}
+    optimizer.offload.timeline(str(tmp_path / "step.svg"))
+    assert "<svg" in (tmp_path / "step.svg").read_text()

@@ -148,3 +148,20 @@ def test_invalid_flags(tmp_path, flags, message, capsys):
     written = capsys.readouterr().err
     assert message in written
     assert "usage" not in written
+
+
+@pytest.mark.parametrize("method", ["adamw", "lora"])
+def test_offload_is_refused_where_it_does_nothing(tmp_path, files, method, capsys):
+    with pytest.raises(SystemExit):
+        finetune("classify", tmp_path, *files, *METHODS[method], "--offload")
+    assert f"--offload does nothing with --method {method}" in capsys.readouterr().err
+
+
+def test_offload_trains_as_without(tmp_path, files, capsys):
+    logs = []
+    for flags in ([], ["--offload"]):
+        log = finetune("classify", tmp_path / str(len(flags)), *files, *METHODS["compact"], *flags, steps=4)
+        logs.append(log["loss"].dropna().tolist())
+        held = capsys.readouterr().out.rpartition("state ")[2]
+        assert held.startswith("0 bytes") == bool(flags)
+    assert logs[0] == logs[1]

@@ -17,6 +17,7 @@ from grass.training.run.flags import from_flags
 from grass.training.run.optimizers import OptimizerConfig
 from tests.training.runs import PRETRAIN
 
+ROOT = PRETRAIN.parents[1]
 RECIPES = sorted((PRETRAIN.parent / "recipes").glob("pretrain_*.sh"))
 T5_VOCABULARY = 32_100
 pretrain = runpy.run_path(str(PRETRAIN))
@@ -35,28 +36,53 @@ def planned(args):
     """The plan for a recipe's arguments."""
     config = llama_config(args.model, vocab_size=T5_VOCABULARY, max_seq_len=args.seq_len)
     setting = Setting(
-        rank=args.rank,
+        rank=args.rank if args.optimizer == "grass" else 1,
         explore=args.explore,
         selection=args.selection,
         dim=args.dim,
         policy=args.state_policy,
         moments=args.moment_dtype,
-        active_dtype=getattr(torch, args.active_dtype),
+        active_dtype=getattr(torch, args.active_dtype or "float32"),
         batch_size=args.batch_size,
         seq_len=args.seq_len,
         checkpointing=args.checkpointing,
         chunk_tokens=args.chunked_loss,
+        offload=args.offload,
     )
-    return plan("Grass int8" if args.weights else "Grass", Architecture.from_config(config), setting), config
+    method = "AdamW" if args.optimizer == "adamw" else "Grass int8" if args.weights else "Grass"
+    return plan(method, Architecture.from_config(config), setting), config
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_fits_the_gpu_of_its_name(recipe):
     args = pretrain["argument_parser"]().parse_args(flags(recipe))
-    size, memory = re.fullmatch(r"pretrain_llama_(\d+b)_(\d+gb)", recipe.stem).groups()
-    assert (args.model, args.dataset, args.dtype, args.compact) == (size, "allenai/c4", "bf16", True)
+    size, memory = re.fullmatch(r"pretrain_llama_(\d+b)_(\d+gb)(?:_offload(?:_adamw)?)?", recipe.stem).groups()
+    assert (args.model, args.dataset, args.dtype) == (size, "allenai/c4", "bf16")
+    assert args.compact == (args.optimizer == "grass") == ("adamw" not in recipe.stem)
+    assert args.offload == ("offload" in recipe.stem)
     assert (args.checkpointing, args.seq_len) == (True, 2048)
     assert planned(args)[0].total <= parse_bytes(memory)
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if "offload" in path.stem], ids=lambda path: path.stem)
+def test_says_what_is_planned(recipe):
+    args = pretrain["argument_parser"]().parse_args(flags(recipe))
+    plan, _ = planned(args)
+    expected = f"# Planned: {plan.total / 1e9:.1f} GB on the device, {plan.on_host / 1e9:.1f} GB on the host.\n"
+    assert expected in recipe.read_text()
+    row = next(line for line in (ROOT / "docs/offload.md").read_text().splitlines() if f"`{recipe.name}`" in line)
+    memory = re.search(r"_(\d+)gb_", recipe.stem)[1]
+    assert row.endswith(f"| {memory} GB | {plan.on_host / 1e9:.0f} GB |")
+    if args.compact:
+        assert f"rank {args.rank} |" in row
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if "offload" in path.stem], ids=lambda path: path.stem)
+def test_does_not_fit_without_offload(recipe):
+    args = pretrain["argument_parser"]().parse_args(flags(recipe))
+    args.offload = False
+    memory = re.search(r"_(\d+gb)_", recipe.stem)[1]
+    assert planned(args)[0].total > parse_bytes(memory)
 
 
 @pytest.mark.slow
@@ -98,6 +124,8 @@ def test_smoke(recipe, tmp_path, capsys):
     assert "Resumed at step 4" in capsys.readouterr().out
 
 
-def test_the_five_recipes_are_there():
+def test_the_recipes_are_there():
     names = {path.stem.removeprefix("pretrain_llama_") for path in RECIPES}
-    assert names == {"13b_40gb", "13b_24gb", "7b_24gb", "7b_12gb", "1b_8gb"}
+    resident = {"13b_40gb", "13b_24gb", "7b_24gb", "7b_12gb", "1b_8gb"}
+    offloaded = {"13b_40gb_offload", "7b_24gb_offload", "7b_32gb_offload_adamw", "1b_8gb_offload_adamw"}
+    assert names == resident | offloaded

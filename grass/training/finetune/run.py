@@ -103,9 +103,14 @@ def make_trainer(task: FinetuneTask, method: str, optimizer: OptimizerConfig, ar
 
     AdamW, for LoRA too, is Trainer's own; Grass is :class:`grass.integrations.transformers.GrassTrainer`. ``arguments``
     get the hyperparameters that all have from ``optimizer``, and the task's best metric.
+
+    Raises:
+        ValueError: the method cannot be offloaded, and ``optimizer`` asks for it.
     """
     from transformers import Trainer
 
+    if optimizer.offload and method != "grass":
+        raise ValueError(f"--offload does nothing with --method {method}, whose optimizer is Trainer's own AdamW")
     several = len(task.evaluation) > 1
     arguments.learning_rate, arguments.weight_decay = optimizer.lr, optimizer.weight_decay
     arguments.adam_beta1, arguments.adam_beta2 = optimizer.betas
@@ -121,6 +126,8 @@ def make_trainer(task: FinetuneTask, method: str, optimizer: OptimizerConfig, ar
             grass["dtype"] = getattr(torch, optimizer.active_dtype)
         if optimizer.weights:
             grass["weights"] = optimizer.weights  # which Trainer cannot do: the factory says why
+        if optimizer.offload:
+            grass["offload"] = "cpu"
         return GrassTrainer(grass=grass, **keywords)
     if method == "lora":
         keywords["model"] = add_lora(task.model, optimizer.rank, classification=task.likeliest is None)
