@@ -86,6 +86,7 @@ class Int8Weight(CompactLayer):
     @torch.no_grad()
     def plain_matrix(self) -> Tensor:
         """``W (m, n)`` in the dtype before conversion; active rows are rounded only to this dtype."""
+        self.arrive()
         matrix = decode_weight(self.matrix(), self.weight_scale, self.dim, self.plain_dtype)
         self.active_projector().scatter_(matrix, self.active.detach())
         return matrix

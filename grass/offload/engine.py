@@ -243,8 +243,6 @@ class Engine:
         """
         if is_sharded(p):
             _check_sharded(p, self.options.fraction)
-        if layer is not None and layer.weights:
-            raise ValueError(f"offload does not take weights={layer.weights!r}: convert with weights=None")
         if layer is not None:
             layer.arriving = Arriving(self.finish, p)
 

@@ -14,7 +14,7 @@ at full rank          all of it                          all of it
 (A half-precision parameter may have a float32 master: :mod:`grass.offload.masters`.)
 
 Active rows that are more precise than their weight come up as well: ``r`` rows more. With ``decay="all"`` whole weights
-come up.
+come up. Weights of 8 bits come up as codes, with the scales of these rows.
 """
 
 from __future__ import annotations
@@ -154,15 +154,18 @@ class LayerReplica(Replica):
         layer = self.layer
         weight = layer.matrix()
         rows = weight.nbytes if self._sends_all else layer.rows().numel() * weight.element_size()
-        return rows + (layer.selected_part(layer.rows()).nbytes if self._is_wider() else 0)
+        scale = layer.scale()
+        per_scale = 0 if scale is None else scale.element_size()
+        scales = per_scale * (layer.shape[layer.dim] if self._sends_all else layer.chosen.numel())
+        return rows + scales + (layer.selected_part(layer.rows()).nbytes if self._is_wider() else 0)
 
     def give(self, link: Link) -> None:
         """Copy the stepped rows up, and those that the layer trains next."""
         self.host.grad = None
-        matrix = self.layer.matrix()
-        rows = matrix if self._sends_all else self._before.gather(matrix)
-        self._rows = torch.empty_like(rows, device=self.device.device)
-        link.up(rows, self._rows, link.mark())
+        matrix, scale = self.layer.matrix(), self.layer.scale()
+        self._rows = self._sent(link, matrix if self._sends_all else self._before.gather(matrix))
+        if scale is not None:
+            self._scale = self._sent(link, scale if self._sends_all else scale[self._before.indices])
         if self._is_wider():
             selected = self.source.selected_part(self.source.rows())
             self._selected = torch.empty_like(selected, memory_format=torch.contiguous_format)
@@ -174,11 +177,14 @@ class LayerReplica(Replica):
         source, rows = self.source, self._rows
         assert rows is not None
         self._rows = None
-        device = source.chosen.device
+        device, scale = source.chosen.device, source.scale()
         if self._sends_all:
             source.matrix().copy_(rows)
         else:
             Projector(self._before.indices.to(device), None, source.dim).scatter_(source.matrix(), rows)
+        if scale is not None:
+            scale[... if self._sends_all else self._before.indices.to(device)] = self._scale
+            del self._scale
         source.chosen.copy_(self.layer.chosen)
         source.reload()
         if self._is_wider():
@@ -190,6 +196,12 @@ class LayerReplica(Replica):
             source.begin_sketch(None if signs is None else signs.to(device))
         source.mark_synced()
         self._version = self._stamp()
+
+    def _sent(self, link: Link, values: Tensor) -> Tensor:
+        """Values that have been copied to the device."""
+        there = torch.empty_like(values, device=self.device.device)
+        link.up(values, there, link.mark())
+        return there
 
     def _is_wider(self) -> bool:
         return bool(self.layer.active.dtype != self.layer.weight.dtype)

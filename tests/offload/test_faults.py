@@ -167,21 +167,11 @@ def test_weights_changed_between_a_step_and_its_values(mode: Mode) -> None:
     model, optimizer = trained(mode, bytes_per_second=2e4)
     step(model, optimizer)
     with torch.no_grad():
-        for p in model.parameters():
+        for p in filter(torch.is_floating_point, model.parameters()):
             p.clamp_(-0.01, 0.01)
     error = in_time(lambda: model(torch.zeros(1, 1, dtype=torch.long)))
     assert isinstance(error, RuntimeError)
     assert "was changed while its step was on its way: call optimizer.offload.finish() before" in str(error)
-
-
-def test_int8_layers_are_refused() -> None:
-    model = build("full")[0]
-    grass.compact(model, rank=4, weights="int8")
-    optimizer = GrassAdamW(model, offload="cpu")
-    before = values(model)
-    with pytest.raises(ValueError, match=r"weights='int8': convert with weights=None"):
-        step(model, optimizer)
-    assert all(map(torch.equal, values(model), before))
 
 
 def test_step_in_backward_is_refused() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import grass
 from grass import GrassAdamW, Offload
 
-Mode = Literal["full", "dense", "compact", "compact over bf16"]
-MODES: list[Mode] = ["full", "dense", "compact", "compact over bf16"]
+Mode = Literal["full", "dense", "compact", "compact over bf16", "compact over int8"]
+MODES: list[Mode] = ["full", "dense", "compact", "compact over bf16", "compact over int8"]
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -32,7 +32,8 @@ def build(mode: Mode, offload: Offload | None = None, **options: Any) -> tuple[n
     if mode == "compact over bf16":
         model = model.to(torch.bfloat16)
     dtype = torch.float32 if mode == "compact over bf16" else None
-    grass.compact(model, rank=4, explore=options.pop("explore", None), dtype=dtype)
+    weights = "int8" if mode == "compact over int8" else None
+    grass.compact(model, rank=4, explore=options.pop("explore", None), dtype=dtype, weights=weights)
     return model, GrassAdamW(model, **common, **options)
 
 
