@@ -71,8 +71,6 @@ def run(parser: ArgumentParser, args: argparse.Namespace, processes: Processes) 
         shard = processes.rank, processes.size
         data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None, shard=shard)
         optimizer_config = from_flags(OptimizerConfig, args, name=args.optimizer)
-        if args.offload and args.fsdp:
-            raise ValueError("--offload takes whole parameters: leave out --fsdp, which shards them")
         checkpoints = checkpoint_store(args, optimizer_config)
         data = load_data(data_config)
         config = llama_config(args.model, vocab_size=data.vocab_size, max_seq_len=args.seq_len)

@@ -174,11 +174,15 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
     )
 
 
+SCALE_BYTES = 4
+"""Bytes of the scale of a row of int8 codes."""
+
+
 def grass_int8(model: Architecture, setting: Setting) -> Holdings:
     """Grass with ``weights="int8"``: a float32 scale per row (``dim=0``) or column (``dim=1``), cast layer by layer."""
     plain, e = grass(model, setting), setting.dtype.itemsize
     scales = sum(linear.m if setting.dim == 0 else linear.n for linear in model.linears)
-    saved = model.layers * (model.layer_matrix * (e - 1) - 4 * scales)
+    saved = model.layers * (model.layer_matrix * (e - 1) - SCALE_BYTES * scales)
     largest = max(linear.m * linear.n for linear in model.linears)
     written = max((r + q) * width for r, q, width in _active(model, setting))
     return Holdings(
@@ -191,22 +195,25 @@ def grass_int8(model: Architecture, setting: Setting) -> Holdings:
     )
 
 
-def offloaded(held: Holdings, model: Architecture, setting: Setting) -> Holdings:
+def offloaded(method: str, held: Holdings, model: Architecture, setting: Setting) -> Holdings:
     """The same method with ``offload``: its step has no workspace on the device, but places for what comes up.
 
-    Stepped rows of a converted weight wait in the weight's precision until the next forward comes to them, and selected
-    rows that are more precise than it in their own. They are counted for all weights at once.
+    Stepped rows of a converted weight wait in the weight's precision until the next forward comes to them, int8 codes
+    with their scales, and selected rows that are more precise in their own. They are counted for all weights at once.
     """
-    e, active_e, rows = setting.dtype.itemsize, setting.active_dtype.itemsize, 0
+    e, scale_e = (1, SCALE_BYTES) if method == "Grass int8" else (setting.dtype.itemsize, 0)
+    active_e, rows = setting.active_dtype.itemsize, 0
     if held.active_rows:
         every = _active(model, setting)
-        rows = sum((r + q) * width * e + (r * width * active_e if active_e != e else 0) for r, q, width in every)
+        rows = sum(
+            (r + q) * (width * e + scale_e) + (r * width * active_e if active_e != e else 0) for r, q, width in every
+        )
     gradients = model.layers * held.layer_gradients + held.end_gradients
     host = Host(held.weights, held.active_rows, gradients, held.moments)
     return replace(held, moments=0, host=host, step_workspace=model.layers * rows)
 
 
-OFFLOADABLE = ("AdamW", "Grass")
+OFFLOADABLE = ("AdamW", "Grass", "Grass int8")
 """Methods that offload takes."""
 
 METHODS: dict[str, Method] = {

@@ -7,6 +7,7 @@ from math import ceil
 from typing import NamedTuple
 
 from grass.memory.architecture import Architecture, Linear
+from grass.memory.methods import SCALE_BYTES
 from grass.memory.setting import MOMENTS, Setting
 from grass.offload.home import SMALLEST
 from grass.offload.schedule import Unit, schedule
@@ -60,7 +61,8 @@ def parameters(method: str, model: Architecture, setting: Setting) -> list[tuple
     if method == "AdamW":
         return ends + [(name, _whole(_elements(part), setting)) for name, part in blocks]
     others = [(name, _whole(part, setting)) for name, part in blocks if isinstance(part, int)]
-    return ends + others + [(name, _active(part, setting)) for name, part in blocks if isinstance(part, Linear)]
+    codes = method == "Grass int8"
+    return ends + others + [(name, _active(part, setting, codes)) for name, part in blocks if isinstance(part, Linear)]
 
 
 def _whole(elements: int, setting: Setting) -> Stepped:
@@ -69,14 +71,15 @@ def _whole(elements: int, setting: Setting) -> Stepped:
     return Stepped(elements, size, size, (size, size, size))
 
 
-def _active(linear: Linear, setting: Setting) -> Stepped:
-    """The active rows of a converted layer."""
+def _active(linear: Linear, setting: Setting, codes: bool) -> Stepped:
+    """The active rows of a converted layer; ``codes``: whether its weight is int8 codes and a scale for each row."""
     size, width = (linear.m, linear.n) if setting.dim == 0 else (linear.n, linear.m)
     r, q = setting.rank_of(size), setting.explored_of(size)
-    e, active_e, elements = setting.dtype.itemsize, setting.active_dtype.itemsize, (r + q) * width
-    wider = r * width * active_e if setting.active_dtype != setting.dtype else 0
+    e, active_e, elements = 1 if codes else setting.dtype.itemsize, setting.active_dtype.itemsize, (r + q) * width
+    wider = r * width * active_e if codes or setting.active_dtype != setting.dtype else 0
+    scales = SCALE_BYTES * (r + q) if codes else 0
     held = (linear.m * linear.n * e, elements * active_e, *_state(r, size, width, setting))
-    return Stepped(elements, elements * active_e, elements * e + wider, held)
+    return Stepped(elements, elements * active_e, elements * e + scales + wider, held)
 
 
 def _state(r: int, size: int, width: int, setting: Setting) -> Iterator[int]:

@@ -72,7 +72,7 @@ def plan(method: str, model: Architecture, setting: Setting) -> Plan:
     held = METHODS[method](model, setting)
     files = 0
     if setting.offload and method in OFFLOADABLE:
-        held = offloaded(held, model, setting)
+        held = offloaded(method, held, model, setting)
         files = bytes_in_files(method, model, setting) if setting.files else 0
     moments = {**peaks(held, model, setting, refresh=False), **peaks(held, model, setting, refresh=True)}
     peak_at = max(moments, key=lambda moment: moments[moment])

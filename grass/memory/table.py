@@ -56,7 +56,7 @@ def render(name: str, model: Architecture, setting: Setting, gpu: int | None, ma
         rows += _fitting(plans, model, setting, gpu)
     notes = ["GB are 10^9 bytes. The peak is less than the sum: gradients grow while activations shrink."]
     if setting.offload:
-        notes.append(f"Offloaded: {' and '.join(OFFLOADABLE)}; the others cannot be.")
+        notes.append(f"Offloaded: {', '.join(OFFLOADABLE)}; the others cannot be.")
     if setting.offload and machine is not None:
         notes.append(
             f"Seconds are simulated with the rates of {machine.name or 'a machine without a name'}. "

@@ -2,10 +2,6 @@
 # LLaMA 13B from scratch on one GPU of 40 GB: bfloat16 weights, float32 active rows, float32 moments in host memory.
 # The rank is higher than in pretrain_llama_13b_40gb.sh.
 #
-# Not in 24 GB: offload keeps the weights on the device, 26 GB in bfloat16, and does not take int8 weights. That needs
-# weights that are streamed from the host layer by layer, which does not exist yet. pretrain_llama_13b_24gb.sh trains
-# int8 weights in 24 GB, without offload.
-#
 # Planned: 39.7 GB on the device, 40.3 GB on the host.
 #
 #     scripts/recipes/pretrain_llama_13b_40gb_offload.sh [--smoke] [--resume] [--out DIRECTORY] [other flags of scripts/pretrain.py]

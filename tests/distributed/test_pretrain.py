@@ -26,6 +26,7 @@ RUNS = {
     "compact": (*GRASS, "--compact"),
     "fsdp": (*GRASS, "--compact", "--fsdp"),
     "offload": (*GRASS, "--compact", "--offload"),
+    "offloaded shards": (*GRASS, "--compact", "--fsdp", "--offload"),
     "sharded bank": (*GRASS, "--compact", "--state-policy", "bank", "--shard-bank"),
 }
 
@@ -38,7 +39,7 @@ def pretrain(rank: int, out: Path, flags: tuple[str, ...]) -> None:
 
 def every_run(rank: int, out: Path, batch_size: int) -> None:
     for name, flags in RUNS.items():
-        if name == "fsdp" and batch_size == 4:
+        if "--fsdp" in flags and batch_size == 4:
             flags = RUNS["compact"]
         pretrain(rank, out / name, (*flags, "--batch-size", str(batch_size)))
 

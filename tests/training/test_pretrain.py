@@ -184,8 +184,6 @@ def test_peers_cannot_be_resumed_and_say_so(tmp_path, optimizer, capsys):
         (["--step-in-backward", "--optimizer", "adamw"], "step_in_backward=True takes grass's optimizer, got AdamW"),
         (["--step-in-backward", "--compact"], "step_in_backward takes dense mode"),
         (["--offload", "--optimizer", "galore"], "offload=True with name=galore: must be one of adamw, grass"),
-        (["--offload", "--compact", "--weights", "int8"], "offload=True with weights=int8: offload takes plain"),
-        (["--offload", "--fsdp"], "--offload takes whole parameters: leave out --fsdp"),
         (["--offload", "--step-in-backward"], "step_in_backward takes an optimizer whose state is on the device"),
         (["--rank", "0"], "rank=0: must be an integer >= 1"),
         (["--rank", "1.25"], "rank=1.25: must be an integer >= 1 or a fraction in (0, 1]"),

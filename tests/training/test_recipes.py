@@ -127,5 +127,11 @@ def test_smoke(recipe, tmp_path, capsys):
 def test_the_recipes_are_there():
     names = {path.stem.removeprefix("pretrain_llama_") for path in RECIPES}
     resident = {"13b_40gb", "13b_24gb", "7b_24gb", "7b_12gb", "1b_8gb"}
-    offloaded = {"13b_40gb_offload", "7b_24gb_offload", "7b_32gb_offload_adamw", "1b_8gb_offload_adamw"}
+    offloaded = {
+        "13b_24gb_offload",
+        "13b_40gb_offload",
+        "7b_24gb_offload",
+        "7b_32gb_offload_adamw",
+        "1b_8gb_offload_adamw",
+    }
     assert names == resident | offloaded

@@ -92,8 +92,6 @@ class OptimizerConfig:
             raise ValueError(f"active_dtype={self.active_dtype}, weights={self.weights} need compact=True")
         if self.offload and self.name not in OFFLOADABLE:
             raise ValueError(f"Invalid offload=True with name={self.name}: must be one of {', '.join(OFFLOADABLE)}")
-        if self.offload and self.weights:
-            raise ValueError(f"Invalid offload=True with weights={self.weights}: offload takes plain weights")
 
     @property
     def resumable(self) -> bool:
