@@ -49,11 +49,13 @@ def _rows(member: Member, layer: CompactLayer) -> CompactRows:
     p, grad, state, index = member
     weight = layer.matrix() if layer.scale() is None else None  # an int8 layer writes the rows back itself
     own, values = local(grad), local(p.detach())
-    explored = None
-    if layer.reach:
-        explored = CompactExplored(layer.explored_part(grad), layer.reach, layer.explored, layer.explored_part(values))
-    selected = layer.selected_part(own), layer.selected_part(values)
-    return CompactRows(weight, layer.selected, layer.dim, *selected, state, index, explored)
+    if not layer.reach:
+        return CompactRows(weight, layer.chosen, layer.dim, own, values, state, index, None)
+    grads, stepped = layer.parts(own), layer.parts(values)
+    indices, others = layer.chosen.split_with_sizes(layer.counts())
+    of_others = grads[1] if own is grad else layer.explored_part(grad)  # sharded: lengths are summed over the ranks
+    explored = CompactExplored(of_others, layer.reach, others, stepped[1])
+    return CompactRows(weight, indices, layer.dim, grads[0], stepped[0], state, index, explored)
 
 
 def _advance(step: GroupStep, every: list[Trained]) -> None:
