@@ -1,9 +1,10 @@
-"""Plot the learning-rate sweeps and the loss curves of a study: `quality_lr.png` and `quality_curves.png`.
+"""Plot the learning-rate sweeps and the loss curves of a study.
 
     python scripts/study/plot.py
 
-The left half of ``quality_curves.png`` is at equal tokens; in the right half every method's tokens take the time that
-`speed.csv` says.
+``quality_lr.png`` has the sweeps, ``quality_curves.png`` the curves at the full horizon, ``quality_wide.png`` those of
+the widest model. The left half of a picture of curves is at equal tokens. In its right half every method's tokens take
+the time that `speed.csv`, or for the widest model `speed_wide.csv`, says.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from tables import method_name, read_cells, step_seconds, study_rows
 
 from grass.command_line import ArgumentParser
 
-SWEEP, FINAL = "learning rate", "final"
+SWEEP, FINAL, WIDTH = "learning rate", "final", "width"
 """Names of the studies that are drawn as sweeps and as curves."""
+WIDEST, ITS_RANK = "28m-wide", "rank=0.125"
+"""The widest model, and the rank of the compact mode that was timed there."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,6 +38,18 @@ def main(argv: list[str] | None = None) -> None:
     grid = load_grid(directory / "grid.yaml")
     plot_sweeps(study_rows(grid.study(SWEEP), rows), args.out / "quality_lr.png")
     plot_curves(study_rows(grid.study(FINAL), rows), speed, args.out / "quality_curves.png")
+    wide = directory / "speed_wide.csv"
+    if wide.exists():
+        cells = best_of_the_widest(study_rows(grid.study(WIDTH), rows))
+        plot_curves(cells, pd.read_csv(wide, index_col="method"), args.out / "quality_wide.png")
+
+
+def best_of_the_widest(cells: pd.DataFrame) -> pd.DataFrame:
+    """The best run of each method that was timed on the widest model."""
+    timed = cells["settings"].str.contains(f"rank=1.0|{ITS_RANK}")
+    cells = cells[(cells["model"] == WIDEST) & timed]
+    methods = [method_name(*row) for row in cells[["optimizer", "settings"]].itertuples(index=False)]
+    return cells.loc[cells.groupby(methods)[CURVE[-1]].idxmin()]
 
 
 def plot_sweeps(cells: pd.DataFrame, path: Path) -> None:

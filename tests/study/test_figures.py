@@ -68,6 +68,18 @@ def test_figures_are_drawn(directory):
     plt.close("all")
 
 
+def test_the_widest_model_has_the_best_run_of_each_timed_method():
+    runs = [
+        ("28m-wide", "rank=1.0 scale=0.5", 1.7),
+        ("28m-wide", "rank=1.0 scale=0.25", 1.6),
+        ("28m-wide", "rank=0.125 compact=True", 1.5),
+        ("28m-wide", "rank=0.25 compact=True", 1.4),
+        ("1m", "rank=0.125 compact=True", 1.3),
+    ]
+    cells = pd.DataFrame(runs, columns=["model", "settings", CURVE[-1]]).assign(optimizer="grass")
+    assert set(plot.best_of_the_widest(cells)[CURVE[-1]]) == {1.5, 1.6}
+
+
 def test_every_study_has_its_table(directory, capsys):
     tables.main(["--grid", str(directory / "grid.yaml"), "--results", str(directory / "cells.csv")])
     printed = capsys.readouterr().out
