@@ -40,6 +40,7 @@ __all__ = [
     "diagnostics",
     "distributed",
     "expand",
+    "int8",
     "matched_modules",
     "memory",
     "param_groups",
@@ -51,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import ``grass.distributed`` when it is first used."""
-    if name == "distributed":
-        return importlib.import_module("grass.distributed")
+    """Import ``grass.distributed`` and ``grass.int8`` when they are first used."""
+    if name in ("distributed", "int8"):
+        return importlib.import_module(f"grass.{name}")
     raise AttributeError(f"module 'grass' has no attribute {name!r}")

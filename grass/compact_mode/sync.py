@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grass.compact_mode.active_rows import ActiveRows
 from grass.parallel.shards import is_sharded
@@ -95,7 +95,7 @@ class SyncedRows(ActiveRows):
     def holds_active(self) -> bool:
         """Whether the weight's rows are what the active rows are written back as."""
         rows = self.gather(self.active_projector())
-        return torch.equal(self.rows().to(rows.dtype), rows)
+        return _same(self.rows().to(rows.dtype), rows)
 
     @torch.no_grad()
     def write_back(self, key: int | None = None) -> None:
@@ -118,7 +118,7 @@ class SyncedRows(ActiveRows):
             self._probes -= 1
         first = Projector(self.chosen[:1], None, self.dim)
         row = self.gather(first)
-        return not torch.equal(self.rows().narrow(self.dim, 0, 1).to(row.dtype), row)
+        return not _same(self.rows().narrow(self.dim, 0, 1).to(row.dtype), row)
 
     def _stamps(self) -> tuple[Stamp, Stamp] | None:
         """Stamps of ``active`` and weight; ``None`` for sharded and fake tensors, which own no memory here."""
@@ -131,3 +131,8 @@ class SyncedRows(ActiveRows):
         if type(active) is not nn.Parameter or type(weight) is not nn.Parameter or active.is_meta:
             return None
         return (id(active), active._version, active.data_ptr()), (id(weight), weight._version, weight.data_ptr())
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether values are equal; those that are not a number equal each other."""
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)

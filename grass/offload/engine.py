@@ -9,6 +9,7 @@ parameters may be stepped by the device instead (:mod:`grass.offload.visits`).
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import weakref
@@ -163,8 +164,9 @@ class Engine:
         machine, predicted = self._tuning.machine, self._tuning.predicted(self.plan)
         if machine is None or predicted is None:
             return f"{self.options}: nothing measured yet"
-        rates = f"host {machine.host_rate / 1e6:.0f} M elements/s, device {machine.device_rate / 1e6:.0f} M elements/s"
-        link = f"down {machine.down_rate / 1e9:.2f} GB/s, up {machine.up_rate / 1e9:.2f} GB/s"
+        rates = f"{_rate('host', machine.host_rate / 1e6, 'M elements/s')}, "
+        rates += _rate("device", machine.device_rate / 1e6, "M elements/s")
+        link = f"{_rate('down', machine.down_rate / 1e9, 'GB/s')}, {_rate('up', machine.up_rate / 1e9, 'GB/s')}"
         step = f"step predicted {predicted * 1e3:.1f} ms, measured {measured_seconds(self._measured) * 1e3:.1f} ms"
         return f"{self.options}: the device takes {self._tuning.fraction:.0%}; {rates}; {link}; {step}"
 
@@ -243,6 +245,8 @@ class Engine:
         """
         if is_sharded(p):
             _check_sharded(p, self.options.fraction)
+            if layer is not None and layer.weights:
+                raise ValueError(f"weights={layer.weights!r} cannot be sharded: their scales belong to whole rows")
         if layer is not None:
             layer.arriving = Arriving(self.finish, p)
 
@@ -274,6 +278,10 @@ def _check_sharded(p: Tensor, fraction: float | str) -> None:
         raise ValueError("FSDP2's CPUOffloadPolicy keeps the parameters on the host already: leave it or offload out")
     if fraction not in (0, "auto"):
         raise ValueError(f"Invalid {fraction=} for sharded parameters: must be 0, which leaves their state on the host")
+
+
+def _rate(resource: str, rate: float, unit: str) -> str:
+    return f"{resource} {rate:.3g} {unit}" if math.isfinite(rate) else f"{resource} not used"
 
 
 def _name(layer: CompactLayer | None, position: int) -> str:

@@ -5,7 +5,8 @@ module, found in the first forward:
 
 - a *block*, an item of the outermost ``ModuleList`` or ``Sequential`` that has run, waits for all parameters in it;
 - the outermost module waits for all others that it holds: embeddings, head, norms, and what modules share. So does each
-  module between it and the blocks, and each beside them: any of them may be called without the outermost one.
+  module between it and the blocks, and each beside them: any of them may be called without the outermost one;
+- a module inside a block, which may be called without it, waits for the parameters that are its own.
 
 So a parameter is on the device before any code of its block runs, also where another module than its owner reads it. If
 a part is compiled, there are no blocks, and the outermost module waits for active rows too: compiled layers do not.
@@ -112,7 +113,8 @@ class Gate:
             order = [*(p for p in held if p not in blocked), *blocked]
             self._order.update((p, i) for i, p in enumerate(order))
             self._guarded.update(order)
-        for part in _without(module, set(blocks)):
+        around = {*_without(module, set(blocks)), *blocks}
+        for part in around - set(blocks):
             self._enter(part, _Hook(self, 0, in_graph=part is not module))
         for number, block in enumerate(blocks, 1):
             self._enter(block, _Hook(self, number, is_block=True))
@@ -125,6 +127,8 @@ class Gate:
                 hook, saved = _Hook(self, len(self._sets) - 1), cast("Any", part)  # untyped in torch
                 self._handles.append(saved.register_state_dict_pre_hook(hook))
                 self._handles.append(saved.register_load_state_dict_pre_hook(hook))
+                if part not in around:
+                    self._enter(part, _Hook(self, len(self._sets) - 1, in_graph=True))
 
     def _enter(self, part: nn.Module, hook: _Hook) -> None:
         """Let a hook run when a module is called, before those of FSDP2."""
@@ -218,6 +222,9 @@ def _without(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     """The items of the outermost lists of modules."""
+    if isinstance(module, nn.Sequential):
+        yield from module.children()
+        return
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
             yield from child.children()

@@ -67,6 +67,8 @@ class Offload:
             check_node(int(self.numa))
         if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
             raise TypeError(f"Invalid path={self.path!r}: must be a path or None")
+        if self.path is not None and not os.fspath(self.path):
+            raise ValueError(f"Invalid path={self.path!r}: must name a directory")
         self._check("deadline", "a finite number > 0", lambda v: 0 < v < math.inf)
         if self.bytes_per_second is not None:
             self._check("bytes_per_second", "a finite number > 0 or None", lambda v: 0 < v < math.inf)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -195,3 +197,19 @@ def test_from_the_meta_device(dim: int) -> None:
     assert_same_weights(model, expected)
     x = torch.randn(2, 12)
     assert torch.equal(model(x), expected(x))
+
+
+def test_values_that_are_not_numbers_are_no_changes_from_outside(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    grass.compact(model, rank=2)
+    optimizer = grass.GrassAdamW(model, lr=1e-2)
+    model(torch.full((2, 8), float("nan"))).sum().backward()
+    optimizer.step()
+    model(torch.zeros(1, 8))
+    assert "was changed through .data" not in caplog.text
+
+
+def test_int8_is_at_hand() -> None:
+    command = "import grass; print(grass.int8.plain_state_dict.__name__)"
+    printed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "plain_state_dict"

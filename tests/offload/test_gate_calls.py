@@ -60,3 +60,31 @@ def test_the_model_inside_a_wrapper_or_a_part_of_it_waits(
         with torch.no_grad():
             results.append(part(model, x))
     assert same(*results)
+
+
+def test_a_module_inside_a_block_may_be_called_alone() -> None:
+    results = []
+    for offload in (None, Offload(bytes_per_second=2e5)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(32, 16), *(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+        whole = nn.Sequential(model)  # the items of the outer list are the blocks
+        optimizer = GrassAdamW(model.parameters(), lr=1e-2, offload=offload)
+        for _ in range(2):
+            whole(torch.arange(8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model[4][0](torch.ones(1, 16)).detach())
+    assert torch.equal(*results)
+
+
+def test_the_items_of_a_model_that_is_a_list_are_blocks() -> None:
+    model = network()
+    optimizer = GrassAdamW(model.parameters(), lr=1e-2, offload=Offload(bytes_per_second=2e5))
+    seen: list[int] = []
+    assert optimizer.offload is not None
+    model[1].register_forward_hook(lambda *unused: seen.append(len(optimizer.offload._pending)))
+    for _ in range(3):
+        model(torch.arange(8).view(1, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen[-1] > 0  # the last layers are still on their way when the first one has run

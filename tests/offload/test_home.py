@@ -31,6 +31,11 @@ def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
         build("full", offload=Offload(path=tmp_path / "file"))
 
 
+def test_an_empty_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="Invalid path='': must name a directory"):
+        Offload(path="")
+
+
 def test_tensors_keep_shape_strides_and_values(tmp_path: Path) -> None:
     home = Home(tmp_path)
     for tensor in (torch.randn(300, 200), torch.randn(300, 200).t(), torch.randn(3), torch.randn(400, 300).bfloat16()):
