@@ -1,4 +1,7 @@
-"""``grass.step_in_backward`` trains as the ordinary loop does, to the bit, and holds one gradient at a time."""
+"""``grass.step_in_backward`` trains as the ordinary loop does, to the bit, and holds one gradient at a time.
+
+All tests share the loop and the reference below, which is why the file has more than 300 lines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The executor: order, waiting, faults that end in an error and never in a hang, and the life of its threads."""
+"""The executor: order, waiting, faults that end in an error and never in a hang, and the life of its threads.
+
+The faults share one executor's helpers, which is why the file has more than 300 lines.
+"""
 
 from __future__ import annotations
 
