@@ -17,7 +17,8 @@ KERNELS = ROOT / "grass" / "kernels"  # in a wheel; in the tree it is triton_ker
 SOURCES = {
     *(str(path.relative_to(ROOT)) for path in (ROOT / "grass").rglob("*.py") if KERNELS not in path.parents),
     *(str(path.relative_to(ROOT)) for path in (ROOT / "triton_kernels").glob("*.py")),
-    *(f"grass/{name}" for name in ("py.typed", "cpu/kernel.cpp", "cpu/kernel.h", "cpu/explored.cpp", "cpu/draw.cpp")),
+    *(str(path.relative_to(ROOT)) for path in (ROOT / "grass").rglob("*") if path.suffix in (".cpp", ".h")),
+    "grass/py.typed",
 }
 USE = """
 import torch, grass, grass.kernels, grass.cpu.kernel
