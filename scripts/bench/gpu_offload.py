@@ -30,10 +30,9 @@ import torch
 from torch import nn
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
-from harness import machine
+from harness import DEVICE, machine, parse
 
 import grass
-from grass.command_line import ArgumentParser
 from grass.memory.llama import LlamaShape, llama_config
 from grass.offload.__main__ import describe
 from grass.offload.machine import Machine
@@ -125,7 +124,7 @@ CONTESTANTS = {
 def compete(contestant: Contestant, args: argparse.Namespace, ids: torch.Tensor) -> dict[str, object]:
     """Its row: numbers, or a note."""
     row: dict[str, object] = {"clipped": contestant.clipped, "note": ""}
-    if contestant.needs and args.device == "cpu":
+    if contestant.needs and DEVICE == "cpu":
         return row | {"note": "needs CUDA"}
     if contestant.needs and importlib.util.find_spec(contestant.needs) is None:
         return row | {"note": "not installed"}
@@ -137,15 +136,15 @@ def compete(contestant: Contestant, args: argparse.Namespace, ids: torch.Tensor)
         return row | {"note": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
     finally:
         gc.collect()
-        if args.device == "cuda":
+        if DEVICE == "cuda":
             torch.cuda.empty_cache()
 
 
 def measure(contestant: Contestant, args: argparse.Namespace, ids: torch.Tensor) -> dict[str, object]:
     """Median milliseconds and peak memory of steps that follow one another."""
-    vocabulary, cuda = 256 if args.smoke else 32_000, args.device == "cuda"
+    vocabulary, cuda = 256 if args.smoke else 32_000, DEVICE == "cuda"
     config = llama_config(TINY if args.smoke else SHAPE, vocab_size=vocabulary, max_seq_len=args.seq_len)
-    model = build_llama(config, seed=0, dtype=torch.bfloat16, device=args.device, checkpointing=True)
+    model = build_llama(config, seed=0, dtype=torch.bfloat16, device=DEVICE, checkpointing=True)
     model.train()
     step, times = contestant.build(model), []
     for number in range(args.warmup + args.repeats):
@@ -161,34 +160,13 @@ def measure(contestant: Contestant, args: argparse.Namespace, ids: torch.Tensor)
     return {"step_ms": milliseconds, "peak_gib": peak / 2**30, "tokens_per_s": ids.numel() / milliseconds * 1e3}
 
 
-def parse() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("--batch-size", type=int, default=None)
-    parser.add_argument("--seq-len", type=int, default=None)
-    parser.add_argument("--repeats", type=int, default=None)
-    parser.add_argument("--warmup", type=int, default=None)
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu"))
-    args = parser.parse_args()
-    tiny = {"batch_size": 1, "seq_len": 16, "repeats": 2, "warmup": 1}
-    real = {"batch_size": 4, "seq_len": 2048, "repeats": 8, "warmup": 3}
-    for key, value in (tiny if args.smoke else real).items():
-        if getattr(args, key) is None:
-            setattr(args, key, value)
-    args.device = "cpu" if args.smoke else "cuda"
-    return args
-
-
 def main() -> None:
-    args = parse()
-    if not args.smoke and not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU, or --smoke")
-    args.out.mkdir(parents=True, exist_ok=True)
-    rates = Machine.measure(args.device)
+    args = parse(__doc__, {"batch_size": (1, 4), "seq_len": (16, 2048), "repeats": (2, 8), "warmup": (1, 3)})
+    rates = Machine.measure(DEVICE)
     print(describe(rates), flush=True)
     store([asdict(rates)], args.out / "offload_machine.csv")
     torch.manual_seed(0)
-    ids = torch.randint(256, (args.batch_size, args.seq_len), device=args.device)
+    ids = torch.randint(256, (args.batch_size, args.seq_len), device=DEVICE)
     run = {"batch_size": args.batch_size, "seq_len": args.seq_len, "rank": RANK}
     rows: list[dict[str, object]] = []
     for name, contestant in CONTESTANTS.items():

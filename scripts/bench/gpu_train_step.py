@@ -24,10 +24,9 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
-from harness import machine
+from harness import DEVICE, machine, parse
 
 import grass
-from grass.command_line import ArgumentParser
 from grass.memory.llama import llama_config
 from grass.training.run.models import build_llama
 
@@ -67,9 +66,9 @@ CONTESTANTS: dict[str, Callable[[nn.Module], Optimizer]] = {
 def measure(build: Callable[[nn.Module], Optimizer], args: argparse.Namespace) -> dict[str, float]:
     """Mean milliseconds and peak memory of a step."""
     config = llama_config(args.model, vocab_size=256 if args.smoke else 32_000, max_seq_len=args.seq_len)
-    model = build_llama(config, seed=0, dtype=torch.bfloat16, device=args.device, checkpointing=args.checkpointing)
-    optimizer, cuda = build(model), args.device == "cuda"
-    ids = torch.randint(256, (args.batch_size, args.seq_len), device=args.device)
+    model = build_llama(config, seed=0, dtype=torch.bfloat16, device=DEVICE)
+    optimizer, cuda = build(model), DEVICE == "cuda"
+    ids = torch.randint(256, (args.batch_size, args.seq_len), device=DEVICE)
     times = []
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -85,40 +84,26 @@ def measure(build: Callable[[nn.Module], Optimizer], args: argparse.Namespace) -
     return {"step_ms": statistics.mean(times[args.warmup :]) * 1e3, "peak_gib": peak / 2**30}
 
 
-def parse() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("--model", default=None, help="1b, or 1m with --smoke")
-    parser.add_argument("--batch-size", type=int, default=None)
-    parser.add_argument("--seq-len", type=int, default=None)
-    parser.add_argument("--repeats", type=int, default=None, help="steps timed; best a multiple of 10")
-    parser.add_argument("--warmup", type=int, default=None)
-    parser.add_argument("--checkpointing", default=None)
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu"))
-    args = parser.parse_args()
-    tiny = {"model": "1m", "batch_size": 1, "seq_len": 16, "repeats": 2, "warmup": 1}
-    real = {"model": "1b", "batch_size": 8, "seq_len": 1024, "repeats": 20, "warmup": 5}
-    for key, value in (tiny if args.smoke else real).items():
-        if getattr(args, key) is None:
-            setattr(args, key, value)
-    args.device = "cpu" if args.smoke else "cuda"
-    return args
+DEFAULTS = {
+    "model": ("1m", "1b"),
+    "batch_size": (1, 8),
+    "seq_len": (16, 1024),
+    "repeats": (2, 20),  # best a multiple of 10
+    "warmup": (1, 5),
+}
 
 
 def main() -> None:
-    args = parse()
-    if not args.smoke and not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU, or --smoke")
+    args = parse(__doc__, DEFAULTS)
     rows = []
     for name, build in CONTESTANTS.items():
         rows.append({"optimizer": name, **measure(build, args)})
         rows[-1]["tokens_per_s"] = args.batch_size * args.seq_len / rows[-1]["step_ms"] * 1e3
         rows[-1]["times_adamw"] = rows[0]["step_ms"] / rows[-1]["step_ms"]
         print(f"{name}: {rows[-1]['times_adamw']:.2f} times AdamW", flush=True)
-        if args.device == "cuda":
+        if DEVICE == "cuda":
             torch.cuda.empty_cache()
     run = {"model": args.model, "batch_size": args.batch_size, "seq_len": args.seq_len}
-    args.out.mkdir(parents=True, exist_ok=True)
     result = pd.DataFrame(rows).assign(**run, **machine())
     result.to_csv(args.out / "train_step.csv", index=False, float_format="%.5g")
     print(f"written to {args.out / 'train_step.csv'}")

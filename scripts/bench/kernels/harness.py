@@ -8,6 +8,7 @@ are then meaningless.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -146,16 +147,27 @@ def machine() -> dict[str, str]:
     return {"gpu": name, "torch": torch.__version__, "triton": triton.__version__, "commit": commit()}
 
 
-def main(name: str, cases: Callable[[], Iterable[Case]], description: str | None) -> None:
-    """Measure and write ``<out>/<name>.csv``."""
+def parse(description: str | None, defaults: dict[str, tuple[object, object]]) -> argparse.Namespace:
+    """The command line of a GPU benchmark: an option for each of ``defaults``, ``--smoke`` and ``--out``.
+
+    ``defaults`` maps names to the values of a smoke run and of a real one.
+    """
     parser = ArgumentParser(description)
-    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, in Triton's interpreter")
+    for name, (tiny, real) in defaults.items():
+        default = tiny if SMOKE else real
+        parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
+    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, times meaningless")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu"))
     args = parser.parse_args()
     if not SMOKE and not torch.cuda.is_available():
         raise SystemExit("needs a CUDA GPU, or --smoke")
-    torch.manual_seed(0)
-    result = table(cases())
     args.out.mkdir(parents=True, exist_ok=True)
-    result.to_csv(args.out / f"{name}.csv", index=False, float_format="%.4g")
+    return args
+
+
+def main(name: str, cases: Callable[[], Iterable[Case]], description: str | None) -> None:
+    """Measure and write ``<out>/<name>.csv``."""
+    args = parse(description, {})
+    torch.manual_seed(0)
+    table(cases()).to_csv(args.out / f"{name}.csv", index=False, float_format="%.4g")
     print(f"written to {args.out / name}.csv")
