@@ -225,7 +225,8 @@ def library() -> ctypes.CDLL:
     real = ctypes.c_float
     kernel.step.argtypes = [ctypes.c_char_p, ctypes.c_int64, *[ctypes.c_double] * 2, *[real] * 5, ctypes.c_int]
     kernel.explore.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int]
-    kernel.step.restype = kernel.explore.restype = None
+    kernel.step_masters.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64, *[real] * 8, ctypes.c_int]
+    kernel.step.restype = kernel.explore.restype = kernel.step_masters.restype = None
     return kernel
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 
 import torch
@@ -58,12 +56,4 @@ def step_masters(
     bias1, bias2 = 1 - betas[0] ** step, 1 - betas[1] ** step
     numbers = lr / bias1, 1 / math.sqrt(bias2), 1 - lr * weight_decay, 1 - betas[0], betas[1], 1 - betas[1], eps, scale
     addresses = (t.data_ptr() for t in (master, grad, weight, exp_avg, exp_avg_sq))
-    _function()(*addresses, master.numel(), *numbers, threads())
-
-
-@functools.cache
-def _function() -> ctypes._NamedFuncPointer:
-    function = library().step_masters
-    function.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64, *[ctypes.c_float] * 8, ctypes.c_int]
-    function.restype = None
-    return function
+    library().step_masters(*addresses, master.numel(), *numbers, threads())

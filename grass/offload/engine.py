@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from grass.compact_mode.cycle import check_sharding
 from grass.compact_mode.layer import CompactLayer
 from grass.offload.executor import Executor
 from grass.offload.gate import Arriving, Gate
@@ -29,7 +30,7 @@ from grass.offload.link import Link
 from grass.offload.masters import MasterReplica
 from grass.offload.options import Offload
 from grass.offload.parts import Place, beside, fixed_options, may_choose, stand_in
-from grass.offload.replicas import LayerReplica, Replica
+from grass.offload.replicas import LayerReplica, Replica, stamp_of
 from grass.offload.schedule import Unit, placement, schedule
 from grass.offload.sizes import Sizes, bytes_at_home
 from grass.offload.tasks import Task, measured_seconds
@@ -65,6 +66,7 @@ class Engine:
         self._executor = Executor(deadline=options.deadline)
         self._links: dict[torch.device, Link] = {}
         self._replicas: dict[Tensor, Replica] = {}
+        self._visited: dict[Tensor, tuple[int, int]] = {}
         self._pending: dict[Tensor, Task] = {}
         self._sizes: dict[Tensor, Sizes] = {}
         self._home = Home(options.path)
@@ -135,6 +137,7 @@ class Engine:
     def rebuild(self, states: dict[Tensor, State]) -> None:
         """Bring loaded state to the host; replicas are made again from the parameters."""
         self._replicas.clear()
+        self._visited.clear()
         self._at_home.clear()
         for state in states.values():
             self._home.bring(state)
@@ -207,7 +210,9 @@ class Engine:
         """The unit of a parameter that the device steps."""
         p, group, position = member
         layer, link = whole.layers.get(id(p)), self.link(p.device)
-        visit = Visit(p, whole.states[p], layer, self._home, has_master=layer is None and self.options.has_master(p))
+        has_master = layer is None and self.options.has_master(p)
+        is_current = self._visited.get(p) == stamp_of(p)
+        visit = Visit(p, whole.states[p], layer, self._home, has_master=has_master, is_current=is_current)
         self._replicas.pop(p, None)
         self._watch(p, layer)
         stand_in(visit.parameter, layer, member, whole, device)
@@ -245,15 +250,15 @@ class Engine:
         """
         if is_sharded(p):
             _check_sharded(p, self.options.fraction)
-            if layer is not None and layer.weights:
-                raise ValueError(f"weights={layer.weights!r} cannot be sharded: their scales belong to whole rows")
         if layer is not None:
+            check_sharding(layer)
             layer.arriving = Arriving(self.finish, p)
 
     def _submit(self, members: list[Place], units: list[Unit], whole: WholeStep) -> None:
         tasks, ends = self.schedule(units)
         changing = [p for p, *_ in members] + [whole.layers[id(p)].weight for p, *_ in members if id(p) in whole.layers]
         increment_version(changing)  # a graph that saved them is stale
+        self._visited = {p: stamp_of(p) for p, *_ in members if p not in self._replicas}
         for p, *_ in members:
             if p in self._replicas:
                 self._replicas[p].depart()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grass.offload.home import Home, to_host
 from grass.offload.link import Link
@@ -27,15 +27,8 @@ class MasterReplica(Replica):
     """
 
     def __init__(self, parameter: Tensor, home: Home, state: State) -> None:
-        self.device, self._home = parameter, home
-        self.host = nn.Parameter(master_of(parameter, home, state), requires_grad=False)
-        self._grad = torch.empty(0)
+        super().__init__(parameter, home, master_of(parameter, home, state))
         self._values = home.empty_like(local(parameter.detach()))
-        self._version = self._stamp()
-
-    def bytes_up(self) -> int:
-        """Bytes of the rounded values."""
-        return self._values.nbytes
 
     def take(self, link: Link) -> None:
         """Copy the gradient down, in half precision."""
@@ -49,10 +42,9 @@ class MasterReplica(Replica):
         step_master(whole, group, position, self.host, grad, self._values)
         state["master"] = self.host.detach()
 
-    def give(self, link: Link) -> None:
-        """Copy the rounded values up."""
-        self.check_unchanged()
-        link.up(self._values, local(self.device.detach()).data, self._mark)
+    def _outgoing(self) -> Tensor:
+        """The rounded values."""
+        return self._values
 
 
 def master_of(parameter: Tensor, home: Home, state: State) -> Tensor:

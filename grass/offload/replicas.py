@@ -45,10 +45,9 @@ class Replica:
 
     layer: CompactLayer | None = None
 
-    def __init__(self, parameter: Tensor, home: Home) -> None:
-        self.device = parameter
-        self.host: Tensor = nn.Parameter(home.copy(parameter), requires_grad=False)
-        self._home = home
+    def __init__(self, parameter: Tensor, home: Home, host: Tensor | None = None) -> None:
+        self.device, self._home = parameter, home
+        self.host: Tensor = nn.Parameter(home.copy(parameter) if host is None else host, requires_grad=False)
         self._grad = torch.empty(0)
         self._version = self._stamp()
 
@@ -88,7 +87,7 @@ class Replica:
 
     def bytes_up(self) -> int:
         """Bytes of the values that come up."""
-        return local(self.host.detach()).nbytes
+        return self._outgoing().nbytes
 
     def take(self, link: Link) -> None:
         """Copy the gradient down."""
@@ -104,12 +103,16 @@ class Replica:
         self.host.grad = None
         self.check_unchanged()
         values = local(self.device.detach()).data  # .data: the version counts changes by others
-        link.up(local(self.host.detach()), values, self._mark)
+        link.up(self._outgoing(), values, self._mark)
 
     def arrive(self) -> None:
         """Finish on the device what :meth:`give` has brought, before its first use there."""
         self.check_unchanged()
         self._version = self._stamp()
+
+    def _outgoing(self) -> Tensor:
+        """What :meth:`give` copies."""
+        return local(self.host.detach())
 
     def _fetch(self, link: Link) -> None:
         link.down(self._source, self._grad, self._mark)
@@ -117,7 +120,7 @@ class Replica:
         del self._source
 
     def _stamp(self) -> tuple[int, int]:
-        return self.device._version, local(self.device.detach()).data_ptr()
+        return stamp_of(self.device)
 
 
 class LayerReplica(Replica):
@@ -208,8 +211,12 @@ class LayerReplica(Replica):
 
     def _stamp(self) -> Any:
         tensors = (self.source.weight, self.source.active) if is_sharded(self.source.weight) else ()
-        versions = [(t._version, local(t.detach()).data_ptr()) for t in tensors]
-        return self.source._stamps(), versions, self.source.selections
+        return self.source._stamps(), [stamp_of(t) for t in tensors], self.source.selections
+
+
+def stamp_of(parameter: Tensor) -> tuple[int, int]:
+    """Differs after any change of a parameter that PyTorch can see."""
+    return parameter._version, local(parameter.detach()).data_ptr()
 
 
 def gradient_version(parameter: Tensor) -> int:

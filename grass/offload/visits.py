@@ -31,15 +31,23 @@ class Visit:
         layer: the converted layer whose active rows it has.
         home: where its state lies.
         has_master: whether its float32 master visits the device too, and is stepped in its place.
+        is_current: whether nothing has changed the parameter since it was rounded from the state's master.
 
     Attributes:
         parameter: what is stepped on the device.
     """
 
     def __init__(
-        self, parameter: Tensor, state: State, layer: CompactLayer | None, home: Home, *, has_master: bool = False
+        self,
+        parameter: Tensor,
+        state: State,
+        layer: CompactLayer | None,
+        home: Home,
+        *,
+        has_master: bool = False,
+        is_current: bool = False,
     ) -> None:
-        self._layer, self._home, self._has_master = layer, home, has_master
+        self._layer, self._home, self._has_master, self._is_current = layer, home, has_master, is_current
         if layer is not None and layer.sketch is not None:
             layer.gathered = layer.end_sketch()  # where the loop's zero_grad() cannot drop it
         self._values = parameter.detach()  # keeps the gradient when the loop drops it
@@ -51,7 +59,7 @@ class Visit:
 
     def up(self, link: Link) -> None:
         """Bring the state to the device."""
-        if self._has_master:
+        if self._has_master and not (self._is_current and "master" in self._state):
             self._state["master"] = master_of(self._values, self._home, self._state)
         self._there = dict(self._state)
         for key in _travelling(self._state):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import grass
 from grass import GrassAdamW, Offload
 from grass.cpu import masters as kernel
+from grass.offload.masters import master_of
 from tests.offload.training import network, same, train
 
 FLOAT32 = {"rtol": 2e-6, "atol": 1e-6}  # a few roundings of float32, of terms of size 1 that may cancel
@@ -151,6 +152,25 @@ def test_new_weights_have_new_masters() -> None:
     optimizer.offload.finish()
     after = optimizer.state[model[1].weight]["master"]
     assert (after - 1.5).abs().max() < 0.02 < (after - before).abs().max()
+
+
+def test_a_visiting_master_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+
+    def noted(parameter: Tensor, *rest: Any) -> Tensor:
+        made.append(parameter)
+        return master_of(parameter, *rest)
+
+    monkeypatch.setattr("grass.offload.visits.master_of", noted)
+    model, optimizer = built(Offload(masters=True, fraction=1.0))
+    train(model, optimizer, 5)
+    optimizer.offload.finish()
+    assert len(made) == len(list(model.parameters()))
+    with torch.no_grad():
+        model[1].weight.fill_(1.5)
+    train(model, optimizer, 2, first=5)
+    optimizer.offload.finish()
+    assert len(made) == len(list(model.parameters())) + 1
 
 
 @pytest.mark.parametrize("mode", ["full", "dense"])
