@@ -91,7 +91,10 @@ class Loading:
                 resume(self.layers[id(p)], state, state.get("active"), Options.of(group), position)
 
     def _take_projected(self, state_dict: dict[str, Any], keys: list[int]) -> dict[str, Any]:
-        """The state dict, shallowly copied, without the state of projected weights, which is kept by position."""
+        """The state dict, shallowly copied, without the state that torch would cast, which is kept by position.
+
+        That is the state of projected weights and of parameters with a master.
+        """
         states = state_dict["state"]
         if not self._keeps_masters:
             states = {key: {k: v for k, v in state.items() if k != "master"} for key, state in states.items()}
@@ -101,7 +104,7 @@ class Loading:
         return {**state_dict, "state": bare}
 
     def _held_here(self, saved: State, p: Tensor, group: dict[str, Any]) -> State:
-        """A copy of the part of a projected weight's saved state that this process holds."""
+        """A copy of the part of a saved state that this process holds. At full rank it has been cut already."""
         if "indices" not in saved:
             return {key: value.clone() for key, value in saved.items()}
         state: State = {key: local(value) if isinstance(value, Tensor) else value for key, value in saved.items()}

@@ -48,15 +48,20 @@ class Trained(NamedTuple):
 
 def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
     """Start the state of a layer with the rows that its conversion selected. Returns the state."""
-    if layer.weights and is_sharded(layer.active):
-        raise ValueError(f"weights={layer.weights!r} cannot be sharded: their scales belong to whole rows")
-    check_shards(layer.weight, layer.weight_axis(layer.dim), "weight")
-    check_shards(layer.active, layer.dim, "active")
+    check_sharding(layer)
     state.update(step=0, refresh_step=0, refreshes=1, indices=layer.selected.clone(), dim=layer.dim)
     state["explored"] = layer.explored.numel()
     carry(None, layer.projector())
     reserve_rows(state, layer)
     return state
+
+
+def check_sharding(layer: CompactLayer) -> None:
+    """Raise ``ValueError`` if a layer is sharded in a way that it cannot be."""
+    if layer.weights and is_sharded(layer.active):
+        raise ValueError(f"weights={layer.weights!r} cannot be sharded: their scales belong to whole rows")
+    check_shards(layer.weight, layer.weight_axis(layer.dim), "weight")
+    check_shards(layer.active, layer.dim, "active")
 
 
 def check_rows(layer: CompactLayer, state: State) -> None:
@@ -83,11 +88,8 @@ def reserve_rows(state: State, layer: CompactLayer) -> None:
 
 def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Options, index: int) -> None:
     """Return a layer to the rows of a loaded state; ``values`` as in :meth:`CompactLayer.restore`."""
-    explored = None
-    if _draws_again(layer, state):
-        size, count = layer.shape[layer.dim], layer.explored.numel()
-        explored = draw_explored(state["indices"], size, count, options.seed, index, state["step"])
-    layer.restore(state["indices"], explored, values)
+    key = options.seed, index, state["step"]
+    layer.restore(state["indices"], _drawn(layer, state, key) if _draws_again(layer, state) else None, values)
     reserve_rows(state, layer)
     arm(layer, state, options)
 
@@ -171,8 +173,12 @@ def _explore_other_rows(every: list[Trained], options: Options) -> None:
         own: dict[str, Any] = layer._parameters | layer._buffers  # past __getattr__, which is slow
         places = own["weight"], layer.weight_axis(layer.dim), own["active"], layer.dim, own["chosen"], layer.rank
         if not draws.add(*places, draw_key(*key)):
-            layer.explore(draw_explored(layer.selected, layer.shape[layer.dim], layer.explored.numel(), *key))
+            layer.explore(_drawn(layer, state, key))
     draws.run()
+
+
+def _drawn(layer: CompactLayer, state: State, key: tuple[int, int, int]) -> Tensor:
+    return draw_explored(state["indices"], layer.shape[layer.dim], layer.explored.numel(), *key)
 
 
 def _draws_again(layer: CompactLayer, state: State) -> bool:

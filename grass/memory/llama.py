@@ -21,9 +21,7 @@ LLAMA_SHAPES = {
     "1m": LlamaShape(128, 352, 4, 4),  # the body of 9m; 0.87 million parameters with a byte vocabulary
     "9m": LlamaShape(128, 352, 4, 4),
     "9m-wide": LlamaShape(320, 864, 7, 5),  # as many parameters, in the body: 8.8 million with a byte vocabulary
-    "28m-wide": LlamaShape(
-        768, 2048, 4, 12
-    ),  # the layers of 1m at the width of 130m: 28.7 million with a byte vocabulary
+    "28m-wide": LlamaShape(768, 2048, 4, 12),  # 1m at the width of 130m: 28.7 million with a byte vocabulary
     "60m": LlamaShape(512, 1376, 8, 8),
     "130m": LlamaShape(768, 2048, 12, 12),
     "350m": LlamaShape(1024, 2736, 24, 16),

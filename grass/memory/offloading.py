@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
+from grass.kernels.moment_codes import BLOCK
 from grass.memory.architecture import Architecture, Linear
 from grass.memory.methods import SCALE_BYTES
 from grass.memory.setting import MOMENTS, Setting
 from grass.offload.home import SMALLEST
 from grass.offload.schedule import Unit, schedule
 from grass.offload.tasks import Task
-
-CODED_TOGETHER = 256
-"""Elements of 8-bit moments that share a scale."""
 
 
 class Stepped(NamedTuple):
@@ -88,7 +86,7 @@ def _state(r: int, size: int, width: int, setting: Setting) -> Iterator[int]:
     yield 0 if setting.policy == "reset" else 4 * r  # their ages
     for _ in range(2):
         yield r * width * int(MOMENTS[setting.moments])
-        yield 4 * ceil(r * width / CODED_TOGETHER) if setting.moments == "8bit" else 0
+        yield SCALE_BYTES * ceil(r * width / BLOCK) if setting.moments == "8bit" else 0
         yield size * width * setting.bank_dtype.itemsize if setting.policy == "bank" else 0
     yield 4 * size if setting.policy == "bank" else 0  # ages in the bank
 

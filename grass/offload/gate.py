@@ -113,8 +113,8 @@ class Gate:
             order = [*(p for p in held if p not in blocked), *blocked]
             self._order.update((p, i) for i, p in enumerate(order))
             self._guarded.update(order)
-        around = {*_without(module, set(blocks)), *blocks}
-        for part in around - set(blocks):
+        outside = list(_without(module, set(blocks)))
+        for part in outside:
             self._enter(part, _Hook(self, 0, in_graph=part is not module))
         for number, block in enumerate(blocks, 1):
             self._enter(block, _Hook(self, number, is_block=True))
@@ -127,7 +127,7 @@ class Gate:
                 hook, saved = _Hook(self, len(self._sets) - 1), cast("Any", part)  # untyped in torch
                 self._handles.append(saved.register_state_dict_pre_hook(hook))
                 self._handles.append(saved.register_load_state_dict_pre_hook(hook))
-                if part not in around:
+                if part not in blocks and part not in outside:
                     self._enter(part, _Hook(self, len(self._sets) - 1, in_graph=True))
 
     def _enter(self, part: nn.Module, hook: _Hook) -> None:

@@ -61,7 +61,7 @@ def width() -> str:
     for row in read("cells.csv"):
         values = dict(word.split("=", 1) for word in row["settings"].split())
         fits = row["steps"] == "270" and row["optimizer"] == "grass" and values["lr"] == str(RATE)
-        if fits and (values.get("rank") in ("1.0", "0.125") and "selection=uniform" not in row["settings"]):
+        if fits and values.get("rank") in ("1.0", "0.125"):
             rate = RATE * float(values.get("scale", 1))
             name = method_name("grass", row["settings"])
             found.setdefault((row["model"], name), {}).setdefault(rate, []).append(float(row["loss_100"]))
