@@ -18,6 +18,7 @@ from grass.optimizer import GrassAdamW
 from grass.options import PAPER
 from grass.selection import Selection, available_rules, register_rule, sampled, select_rows
 from grass.selection.projector import Projector
+from grass.streaming.stream import Stream, stream
 from grass.targets import matched_modules
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ __all__ = [
     "Offload",
     "Projector",
     "Selection",
+    "Stream",
     "attach",
     "available_rules",
     "calibrate",
@@ -48,6 +50,7 @@ __all__ = [
     "sampled",
     "select_rows",
     "step_in_backward",
+    "stream",
 ]
 
 

@@ -26,6 +26,7 @@ from grass.compact_mode.layer import CompactLayer
 from grass.offload.executor import Executor
 from grass.offload.gate import Arriving, Gate
 from grass.offload.home import Home
+from grass.offload.in_place import InPlace
 from grass.offload.link import Link
 from grass.offload.masters import MasterReplica
 from grass.offload.options import Offload
@@ -95,7 +96,7 @@ class Engine:
         fraction = 0.0 if chooses else self._tuning.fraction  # ranks communicate in one order: in one thread
         there = placement(fraction, [p.numel() for p, *_ in members])
         units = [
-            self._visit(m, whole, device) if visits else self._send(m, whole, host)
+            self._visit(m, whole, device) if visits and not InPlace.marks(m[0]) else self._send(m, whole, host)
             for m, visits in zip(members, there, strict=True)
         ]
         self._submit(members, units, whole)
@@ -233,9 +234,12 @@ class Engine:
         replica = self._replicas.get(p)
         if replica is None or not replica.is_current():
             self._watch(p, layer)
-            if layer is not None:
+            has_master = layer is None and self.options.has_master(p)
+            if InPlace.marks(p):
+                replica = InPlace(p, self._home, layer, state if has_master else None)
+            elif layer is not None:
                 replica = LayerReplica(layer, self._home)
-            elif self.options.has_master(p):
+            elif has_master:
                 replica = MasterReplica(p, self._home, state)
             else:
                 replica = Replica(p, self._home)
@@ -264,6 +268,8 @@ class Engine:
                 self._replicas[p].depart()
         self.last_tasks = tasks
         self._pending = {p: end for (p, *_), end in zip(members, ends, strict=True)}
+        for p, end in self._pending.items():
+            InPlace.will_end(p, partial(self._executor.wait, end))
         self._executor.submit(tasks)
 
     def _learn(self) -> None:

@@ -1,0 +1,80 @@
+"""The way of gradients from the device to the parameters on the host, during backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grass.offload.executor import Executor
+from grass.offload.home import host_like
+from grass.offload.link import Link
+from grass.offload.tasks import Task
+
+
+class Gradients:
+    """Brings gradients down and adds them to those of the parameters, in a thread of its own.
+
+    When ``backward()`` returns, all have arrived.
+
+    Args:
+        link: to the device.
+        executor: runs the copies.
+    """
+
+    def __init__(self, link: Link, executor: Executor) -> None:
+        self._link, self._executor = link, executor
+        self._going: list[Task] = []
+
+    def arrive(self, parameter: Tensor, there: Tensor) -> Tensor:
+        """``there`` as a function of a parameter on the host: its gradient goes to the parameter.
+
+        Args:
+            parameter: a leaf on the host that wants a gradient.
+            there: on the device; of the parameter's shape and dtype.
+        """
+        visiting: Tensor = _Arrive.apply(parameter, there, self)  # type: ignore[no-untyped-call]
+        return visiting
+
+    def send(self, parameter: Tensor, grad: Tensor) -> None:
+        """Queue the copy of a gradient. Called in backward."""
+        if not self._going:
+            engine: Any = torch.autograd.Variable._execution_engine  # untyped in torch
+            engine.queue_callback(self.finish)
+        mark = self._link.mark()
+        grad = grad.detach()
+
+        def work() -> None:
+            own = host_like(grad)
+            self._link.down(grad, own, mark)
+            if parameter.grad is None:
+                parameter.grad = own
+            else:
+                parameter.grad.add_(own)
+
+        task = Task("gradient", "down", grad.nbytes, work=work)
+        self._going.append(task)
+        self._executor.submit([task])
+
+    def finish(self) -> None:
+        """Wait until all gradients are on the host."""
+        going, self._going = self._going, []
+        for task in going:
+            self._executor.wait(task)
+
+
+class _Arrive(torch.autograd.Function):
+    """A parameter's values on the device; backward sends the gradient to the host."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, there: Tensor, gradients: Gradients) -> Tensor:
+        """The values on the device."""
+        ctx.parameter, ctx.gradients = parameter, gradients
+        return there.view_as(there)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        """Send the gradient; autograd itself gets none."""
+        ctx.gradients.send(ctx.parameter, grad)
+        return None, None, None

@@ -1,0 +1,157 @@
+"""The host's side of a unit: which of its tensors travel to the device, and which are only stood in for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from grass.compact_mode.layer import CompactLayer
+from grass.kernels.layout import is_dense
+from grass.offload.in_place import InPlace
+from grass.offload.replicas import stamp_of
+
+ALIGNMENT = 512
+"""Bytes that the place of a tensor on the device is a multiple of."""
+
+
+class Place(NamedTuple):
+    """Where a module has a tensor.
+
+    Attributes:
+        module: the module.
+        kind: ``"_parameters"`` or ``"_buffers"``.
+        name: of the tensor in it.
+    """
+
+    module: nn.Module
+    kind: str
+    name: str
+
+    def get(self) -> Tensor:
+        """The tensor."""
+        tensor: Tensor = vars(self.module)[self.kind][self.name]
+        return tensor
+
+    def put(self, tensor: Tensor) -> None:
+        """Another tensor in its place, past ``nn.Module``'s checks."""
+        vars(self.module)[self.kind][self.name] = tensor
+
+
+class HostUnit:
+    """A unit as it lies on the host.
+
+    Active rows of converted layers do not travel: the weight has their values already. Only their shape is on the
+    device, where their gradient is computed.
+
+    Args:
+        name: of the unit in the model.
+        module: the unit.
+        resident: the ``id`` of the tensors that stay on the device, because other modules use them too.
+
+    Attributes:
+        places: of the tensors that travel.
+        active: of the active rows.
+        layers: the converted layers.
+    """
+
+    def __init__(self, name: str, module: nn.Module, resident: set[int]) -> None:
+        self.name, self.module = name, module
+        self.layers = [part for part in module.modules() if isinstance(part, CompactLayer)]
+        rows = {id(layer.active) for layer in self.layers}
+        every = [place for place in _places(module) if id(place.get()) not in resident]
+        self.places = [place for place in every if id(place.get()) not in rows]
+        self.active = [place for place in every if id(place.get()) in rows]
+
+    def trained(self) -> Iterator[nn.Parameter]:
+        """The parameters that travel or are stood in for."""
+        for place in (*self.places, *self.active):
+            if isinstance(tensor := place.get(), nn.Parameter):
+                yield tensor
+
+    def mark(self) -> None:
+        """Let the optimizer step the parameters where they lie (:mod:`grass.offload.in_place`)."""
+        for p in self.trained():
+            InPlace.mark(p)
+
+    def wait(self) -> None:
+        """Wait until the steps of the parameters that are on their way have ended."""
+        for p in self.trained():
+            InPlace.wait(p)
+
+    def sync(self, *, probe: bool) -> None:
+        """Make weights and active rows agree where one was changed by hand."""
+        for layer in self.layers:
+            layer.sync(probe=probe)
+
+    def stamps(self) -> list[tuple[int, int]]:
+        """These differ after any change of the tensors that PyTorch can see."""
+        return [stamp_of(place.get()) for place in self.places]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return sum(place.get().nbytes for place in self.places)
+
+    def pin(self) -> None:
+        """Move the tensors into one piece of pinned memory, from which a GPU reads without another copy."""
+        slab = _views(torch.empty(_room(self._travelling()), dtype=torch.uint8, pin_memory=True), self._travelling())
+        for place, view in zip(self.places, slab, strict=True):
+            tensor = place.get()
+            tensor.data = view.copy_(tensor.detach())
+
+    def room_on(self, device: torch.device) -> list[Tensor]:
+        """Empty tensors on a device for those that travel, in one piece of memory."""
+        with torch.inference_mode(False):
+            flat = torch.empty(_room(self._travelling()), dtype=torch.uint8, device=device)
+            return list(_views(flat, self._travelling()))
+
+    def _travelling(self) -> list[Tensor]:
+        return [place.get() for place in self.places]
+
+
+def outgoing(tensor: Tensor) -> Tensor:
+    """The values of a tensor without gaps between them."""
+    tensor = tensor.detach()
+    return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+def staying(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A change of tensors, such as a cast, that leaves them on their device."""
+
+    def change(tensor: Tensor) -> Tensor:
+        changed = fn(tensor)
+        if changed.device == tensor.device:
+            return changed
+        return tensor if changed.dtype == tensor.dtype else changed.to(tensor.device)
+
+    return change
+
+
+def _places(module: nn.Module) -> Iterator[Place]:
+    for part in module.modules():
+        for kind in ("_parameters", "_buffers"):
+            tensors: dict[str, Any] = vars(part)[kind]
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    yield Place(part, kind, name)
+
+
+def _views(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Uninitialised tensors like these, one after another in ``flat``."""
+    start = 0
+    for tensor in tensors:
+        like = torch.empty_like(outgoing(tensor), device="meta", memory_format=torch.preserve_format)
+        values = flat[start : start + tensor.nbytes].view(tensor.dtype)
+        yield values.as_strided(tensor.shape, like.stride())
+        start += _aligned(tensor.nbytes)
+
+
+def _room(tensors: Iterable[Tensor]) -> int:
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

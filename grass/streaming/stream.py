@@ -1,0 +1,169 @@
+"""``grass.stream``: train a model that is larger than the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grass.offload.executor import Executor
+from grass.offload.in_place import InPlace
+from grass.offload.link import Link
+from grass.streaming.boundary import Boundaries
+from grass.streaming.gradients import Gradients
+from grass.streaming.host import HostUnit
+from grass.streaming.loader import AHEAD, Counts, Loader
+from grass.streaming.unit import Streamed, Visits, plain_class, streamed_class
+from grass.streaming.units import find_units
+
+SPARE = 0.5
+"""Share of the device's free memory that ``cache="auto"`` takes for units."""
+
+
+def stream(
+    model: nn.Module,
+    device: torch.device | str = "cuda",
+    *,
+    cache: int | str = 0,
+    units: Sequence[str] | None = None,
+    offload_activations: bool = False,
+    bytes_per_second: float | None = None,
+    deadline: float = 600.0,
+) -> Stream:
+    """Keep a model's units on the host, and bring each to the device while it computes.
+
+    The model must be on the host. It stays a model like any other: the training loop, the Trainer, ``generate()``,
+    ``state_dict()`` and ``save_pretrained()`` need no change. What lies outside of the units (embeddings, head), and
+    what units share with other modules, moves to the device. Each unit is checkpointed: backward brings it to the
+    device again and computes its forward again. Results are those of a resident model that is checkpointed, bit for
+    bit.
+
+    The host holds all values. So an optimizer steps the units' parameters on the host; :class:`grass.GrassAdamW` with
+    ``offload="cpu"`` does it while the next forward runs. Frozen weights travel to the device, and gradients of the
+    trained parameters travel back, during backward.
+
+    Args:
+        model: a module on the CPU. Call :func:`grass.compact` before.
+        device: where the units compute.
+        cache: bytes of units that stay on the device, beside those that are on their way. ``"auto"``: half of the
+            memory that is free now. Only units that do not change save a copy: between the two uses in a step, over the
+            micro-batches of a step, and in inference.
+        units: names of modules, or of lists of modules whose items are units. Default: the outermost lists that hold
+            at least an eighth of the parameters each.
+        offload_activations: keep the inputs of units on the host between forward and backward.
+        bytes_per_second: slows copies down to this rate; only with ``device="cpu"``, to see what overlaps.
+        deadline: seconds after which a copy that has not ended is an error.
+
+    Returns:
+        A handle with counts of what was copied, and :meth:`Stream.close`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the model is not on the CPU or is streamed already, no units are found, a name in ``units`` is
+            wrong, or a number is out of range.
+        RuntimeError: while training: a copy has failed or takes longer than the deadline.
+    """
+    device, cache = _checked(model, device, cache)
+    found = find_units(model, units)
+    shared = _shared(model, list(found.values()))
+    if compiled := [name for name, unit in found.items() if unit._compiled_call_impl is not None]:
+        raise ValueError(f"{compiled[0]!r} is compiled: call its compile() after grass.stream()")
+    hosts = [HostUnit(name, module, shared) for name, module in found.items()]
+    link = Link(device, bytes_per_second=bytes_per_second)
+    executor = Executor(("up", "down"), deadline=deadline)
+    _move_others(model, hosts, link.device)
+    if cache == "auto":
+        cache = int(SPARE * torch.cuda.mem_get_info(link.device)[0]) if link.device.type == "cuda" else 0
+    assert isinstance(cache, int)
+    loader, gradients = Loader(hosts, link, executor, cache), Gradients(link, executor)
+    boundaries = Boundaries(link, executor) if offload_activations else None
+    for number, unit in enumerate(hosts):
+        if link.device.type == "cuda":
+            unit.pin()
+        unit.mark()
+        module: Any = unit.module
+        module._visits = Visits(number, unit, loader, gradients, boundaries)
+        module.__class__ = streamed_class(type(module))
+    return Stream(hosts, loader)
+
+
+class Stream:
+    """A streamed model's units and what they have copied.
+
+    Attributes:
+        units: on the host, in order.
+        counts: loads, bytes and seconds so far (:class:`grass.streaming.loader.Counts`).
+    """
+
+    def __init__(self, units: list[HostUnit], loader: Loader) -> None:
+        self.units, self._loader = units, loader
+
+    @property
+    def counts(self) -> Counts:
+        """What was copied so far."""
+        return self._loader.counts
+
+    def close(self) -> None:
+        """Make the units ordinary modules again. They stay on the host."""
+        self._loader.clear()
+        for unit in self.units:
+            unit.wait()
+            module: Any = unit.module
+            module.__class__ = plain_class(type(module))
+            for name in ("_visits", "_computing"):
+                vars(module).pop(name, None)
+            for p in unit.trained():
+                InPlace.unmark(p)
+
+    def __repr__(self) -> str:
+        counts, size = self.counts, sum(unit.nbytes for unit in self.units)
+        return (
+            f"{len(self.units)} units of {size / 1e9:.3g} GB, at most {AHEAD + 1} on {self._loader.device} beside the "
+            f"cache: {counts.loads} loads, {counts.bytes / 1e9:.3g} GB, {counts.hidden:.0%} of the link's time hidden"
+        )
+
+
+def _checked(model: nn.Module, device: Any, cache: Any) -> tuple[torch.device, int | str]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    if any(isinstance(part, Streamed) for part in model.modules()):
+        raise ValueError("The model is streamed already")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ValueError("A streamed model computes on one device: use FSDP2's CPUOffloadPolicy for several")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name!r} is on {tensor.device}: build the model on the CPU, where streamed units stay")
+    if isinstance(cache, bool) or not isinstance(cache, (int, str)):
+        raise TypeError(f"Invalid {cache=}: must be a number of bytes or 'auto'")
+    if cache != "auto" and (isinstance(cache, str) or cache < 0):
+        raise ValueError(f"Invalid {cache=}: must be >= 0 or 'auto'")
+    return torch.device(device), cache
+
+
+def _shared(model: nn.Module, units: list[nn.Module]) -> set[int]:
+    """The ``id`` of tensors that are in more than one unit, or in a unit and outside of all."""
+    inside = [{id(t) for t in (*unit.parameters(), *unit.buffers())} for unit in units]
+    of_units = {part for unit in units for part in unit.modules()}
+    outside = {
+        id(tensor)
+        for part in model.modules()
+        if part not in of_units
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    }
+    seen, shared = set[int](), set[int]()
+    for ids in (*inside, outside):
+        shared |= ids & seen
+        seen |= ids
+    return shared
+
+
+def _move_others(model: nn.Module, units: list[HostUnit], device: torch.device) -> None:
+    """Move all tensors to the device that do not travel."""
+    staying: set[int] = {id(place.get()) for unit in units for place in (*unit.places, *unit.active)}
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor if id(tensor) in staying else tensor.to(device)
+
+    model._apply(move)  # type: ignore[no-untyped-call]

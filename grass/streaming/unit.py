@@ -1,0 +1,170 @@
+"""A unit's forward: its tensors come to the device, the module computes with them, and the host keeps its own."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from grass.streaming.boundary import Boundaries, Boundary
+from grass.streaming.gradients import Gradients
+from grass.streaming.host import HostUnit, Place, staying
+from grass.streaming.loader import Loader
+from grass.streaming.order import BACKWARD, FORWARD, INFERENCE
+
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Arguments that a forward writes to: it runs twice when there are gradients, so they are dropped there."""
+
+
+class Streamed(nn.Module):
+    """What the class of a unit gets from :func:`grass.stream`, before the unit's own class.
+
+    Copies and pickles are of the unit's own class, on the host.
+    """
+
+    _visits: Visits | None = None
+    _computing: Callable[..., Any] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The unit's own forward, on the device."""
+        own = self._computing or super().forward
+        if self._visits is None:
+            return own(*args, **kwargs)
+        return self._visits.run(own, args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the unit's own forward; its tensors come outside of the graph."""
+        self._computing = torch.compile(super().forward, *args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Streamed:
+        """Casts change the unit; it stays on the host."""
+        super()._apply(staying(fn), recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {key: value for key, value in vars(self).items() if key not in ("_visits", "_computing")}
+        return copyreg.__newobj__, (plain_class(type(self)),), state  # type: ignore[attr-defined]
+
+
+def plain_class(streamed: type) -> type:
+    """The class that a unit had before."""
+    plain: type = streamed.__mro__[2]
+    return plain
+
+
+@functools.cache
+def streamed_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """The class of a unit of a streamed model."""
+    return type(f"Streamed{plain.__name__}", (Streamed, plain), {"__module__": plain.__module__})
+
+
+class Visits:
+    """Runs one unit on the device.
+
+    Args:
+        number: of the unit.
+        unit: on the host.
+        loader: brings the unit's tensors.
+        gradients: takes gradients to the host.
+        boundaries: takes the unit's inputs to the host; ``None`` leaves them on the device.
+    """
+
+    def __init__(
+        self, number: int, unit: HostUnit, loader: Loader, gradients: Gradients, boundaries: Boundaries | None
+    ) -> None:
+        self._number, self._unit, self._loader = number, unit, loader
+        self._gradients, self._boundaries = gradients, boundaries
+
+    @torch.compiler.disable(recursive=False, reason="the unit's tensors come from the host")  # type: ignore[untyped-decorator, no-untyped-call]
+    def run(self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Compute ``own(*args, **kwargs)`` with the unit's tensors on the device.
+
+        With gradients only the inputs are kept, and backward computes the forward again.
+        """
+        module: Any = self._unit.module
+        if not torch.is_grad_enabled() or _in_backward():
+            return self._compute(own, args, kwargs)
+        if getattr(module, "gradient_checkpointing", False) and module.training:  # transformers does the same
+            return self._compute(own, args, kwargs)
+        kwargs = {key: None if key in CACHES else value for key, value in kwargs.items()}
+        anchor = torch.empty(0, device=self._loader.device)  # by it checkpoint knows whose random state to keep
+        return checkpoint(self._computation(own, args, kwargs), anchor, use_reentrant=False)
+
+    def _computation(self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[[Tensor], Any]:
+        """The computation with these inputs: first with themselves, then with what was kept of them."""
+        values, tree = pytree.tree_flatten((args, kwargs))
+        first: list[Any] | None = values
+        kept = [self._kept(value) for value in values]
+
+        def compute(anchor: Tensor) -> Any:
+            nonlocal first
+            inputs, first = first, None
+            if inputs is None:
+                inputs = [value.get() if isinstance(value, Boundary) else value for value in kept]
+            own_args, own_kwargs = pytree.tree_unflatten(inputs, tree)
+            return self._compute(own, own_args, own_kwargs)
+
+        return compute
+
+    def _kept(self, value: Any) -> Any:
+        """What is kept of an input for backward: an activation goes to the host, all else stays."""
+        if self._boundaries is None or not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        return self._boundaries.keep(value)
+
+    def _compute(self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the unit's forward with its tensors on the device."""
+        grad = torch.is_grad_enabled()
+        kind = BACKWARD if _in_backward() else FORWARD if grad else INFERENCE
+        tensors = self._loader.use(self._number, kind, probe=grad)
+        with self._there(tensors, grad):
+            return own(*args, **kwargs)
+
+    @contextmanager
+    def _there(self, tensors: list[Tensor], grad: bool) -> Iterator[None]:
+        """Put tensors on the device into the modules of the unit."""
+        unit, gradients = self._unit, self._gradients
+        here = [(place, place.get()) for place in (*unit.places, *unit.active)]
+        there = [*tensors, *(_shape_of(place.get(), self._loader.device) for place in unit.active)]
+        sketches = [(layer, layer.sketch, layer.signs) for layer in unit.layers if layer.sketch is not None]
+        versions = [tensor._version for tensor in tensors]
+        try:
+            for (place, own), visiting in zip(here, there, strict=True):
+                place.put(gradients.arrive(own, visiting) if grad and own.requires_grad else visiting)
+            for layer, sketch, signs in sketches:
+                assert sketch is not None
+                layer.sketch = gradients.arrive(sketch, _shape_of(sketch, self._loader.device)) if grad else None
+                layer.signs = None if signs is None else signs.to(self._loader.device)
+            yield
+            if not _in_backward():
+                _bring_back(unit.places, [own for _, own in here], tensors, versions)
+        finally:
+            for place, own in here:
+                place.put(own)
+            for layer, sketch, signs in sketches:
+                layer.sketch, layer.signs = sketch, signs
+
+
+def _bring_back(places: list[Place], own: list[Tensor], there: list[Tensor], versions: list[int]) -> None:
+    """Copy buffers that the forward has changed, such as running means, to the host."""
+    for place, here, tensor, version in zip(places, own, there, versions, strict=False):
+        if place.kind == "_buffers" and tensor._version != version:
+            with torch.no_grad():
+                here.copy_(tensor)
+
+
+def _shape_of(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape and dtype on a device, whose values nobody reads: it has one element."""
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs in this thread, so that a forward is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
