@@ -101,8 +101,9 @@ class Loader:
         use, unit = Use(number, kind), self._units[number]
         self._order.note(use)
         wanted = self._wanted(use)
-        for other in self._held.keys() - {number for number, _ in wanted}:
-            del self._held[other]
+        for other in list(self._held):
+            if other not in dict(wanted) or self._is_stale(other):
+                del self._held[other]
         was_held = number in self._held
         if not was_held:
             self._begin(number)
@@ -111,8 +112,8 @@ class Loader:
                 self._begin(other)
         unit.wait()
         unit.sync(probe=probe)
-        if not self._is_current(number):
-            self.counts.stale += 1
+        self._wait(number)
+        if self._is_stale(number):
             self._begin(number)
             self._wait(number)
         elif was_held:
@@ -154,10 +155,12 @@ class Loader:
         self.counts.loads += 1
         self.counts.bytes += load.nbytes
 
-    def _is_current(self, number: int) -> bool:
-        """Wait for a unit's copy; whether the host's tensors have not changed since it began."""
-        self._wait(number)
-        return self._held[number].stamps == (self._steps.count, self._units[number].stamps())
+    def _is_stale(self, number: int) -> bool:
+        """Whether the host's tensors have changed since a copy began that has ended."""
+        load = self._held[number]
+        stale = load.task.done and load.stamps != (self._steps.count, self._units[number].stamps())
+        self.counts.stale += stale
+        return stale
 
     def _wait(self, number: int) -> None:
         start = time.perf_counter()

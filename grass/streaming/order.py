@@ -25,7 +25,7 @@ class Use(NamedTuple):
 
 
 class Order:
-    """What followed on each use the last time. Before that is known: forward through the units, backward back.
+    """What followed on each use the last time. Before that is known: forward through the units, back, and again.
 
     Args:
         count: the number of units.
@@ -66,7 +66,7 @@ class Order:
             return known
         last = self._count - 1
         if use.kind == BACKWARD:
-            return Use(use.unit - 1, BACKWARD) if use.unit else None
+            return Use(use.unit - 1, BACKWARD) if use.unit else Use(0, FORWARD)
         if use.unit < last:
             return Use(use.unit + 1, use.kind)
         return Use(last, BACKWARD) if use.kind == FORWARD else None

@@ -85,7 +85,7 @@ def stream(
         unit.mark()
         module: Any = unit.module
         module._visits = Visits(number, unit, loader, gradients, boundaries)
-        module.__class__ = streamed_class(type(module))
+        module.__class__ = streamed_class(type(module))  # type: ignore[arg-type]  # mypy: type[Any] is no Hashable
     return Stream(hosts, loader)
 
 

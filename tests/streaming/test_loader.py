@@ -1,0 +1,133 @@
+"""What is on the device, and how often it was copied there."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import grass
+from grass.offload.executor import Executor
+from grass.offload.link import Link
+from grass.streaming import host
+from grass.streaming.loader import AHEAD, Loader
+from grass.streaming.order import BACKWARD, FORWARD, INFERENCE, Order, Use
+from tests.streaming.models import Network, build, train
+
+UNITS = 6
+
+
+def streamed(units: int = UNITS, **options: Any) -> tuple[Any, grass.Stream]:
+    torch.manual_seed(0)
+    model = Network(units)
+    return model, grass.stream(model, device="cpu", **options)
+
+
+def backward(model: nn.Module, batches: int = 1) -> None:
+    for _ in range(batches):
+        model(torch.arange(16).view(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("units", [4, 6, 9])
+def test_loads_of_a_step(units: int) -> None:
+    """Forward loads all, backward all but the last three, which are there still."""
+    model, handle = streamed(units)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(1, 4):
+        train(model, optimizer, 1)
+        assert handle.counts.loads == step * (2 * units - 3)
+        assert handle.counts.bytes == handle.counts.loads * handle.units[0].nbytes
+    assert handle.counts.stale == 3 * 3 - 3  # the first three of the second and the third step
+
+
+def test_micro_batches_find_the_first_units_there() -> None:
+    model, handle = streamed()
+    backward(model, 3)
+    assert handle.counts.loads == (2 * UNITS - 3) + 2 * (2 * UNITS - 6)
+
+
+@pytest.mark.parametrize("cached", [0, 1, 2, 3, 10])
+def test_a_cache_saves_loads_of_unchanged_units(cached: int) -> None:
+    size = streamed()[1].units[0].nbytes
+    model, handle = streamed(cache=cached * size)
+    backward(model)
+    before = handle.counts.loads
+    backward(model)
+    assert handle.counts.loads - before == 2 * max(0, UNITS - 3 - cached)
+
+
+class Alive:
+    """Counts the units whose memory on the device is not free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.most = 0
+        views = host._views
+
+        def noted(flat: Tensor, tensors: Any) -> Any:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            flat.fill_(0xFF)  # not a number until it was copied
+            storage = _Owner()
+            weakref.finalize(storage, self._freed)
+            for view in views(flat, tensors):
+                view.owner = storage  # type: ignore[attr-defined]  # as long as one view lives
+                yield view
+
+        monkeypatch.setattr(host, "_views", noted)
+
+    def _freed(self) -> None:
+        self.now -= 1
+
+
+class _Owner: ...
+
+
+@pytest.mark.parametrize("cached", [0, 2])
+@pytest.mark.parametrize("offload_activations", [False, True])
+@pytest.mark.parametrize("mode", ["full", "compact", "compact over int8"])
+def test_at_most_three_units_are_there_beside_the_cache(
+    monkeypatch: pytest.MonkeyPatch, mode: str, offload_activations: bool, cached: int
+) -> None:
+    alive = Alive(monkeypatch)
+    model, optimizer = build(mode, streamed=True, offload="cpu", stream={"offload_activations": offload_activations})
+    train(model, optimizer, 3, batches=2)
+    model.eval()
+    with torch.no_grad():
+        model(torch.arange(8).view(1, 8))
+    assert alive.most == AHEAD + 1
+    model.handle.close()
+    gc.collect()
+    assert alive.now == 0
+
+
+def test_the_order_is_learned() -> None:
+    order = Order(4)
+    assert [unit for unit, _ in order.ahead(Use(0, FORWARD))] == [0, 1, 2, 3]
+    assert list(order.ahead(Use(1, BACKWARD))) == [(1, False), (0, False), (2, True), (3, True)]
+    for unit in (0, 2, 1, 3):  # another order than that of the list
+        order.note(Use(unit, INFERENCE))
+    order.note(Use(0, INFERENCE))
+    assert [unit for unit, _ in order.ahead(Use(0, INFERENCE))] == [0, 2, 1, 3]
+    assert [unit for unit, _ in order.ahead(Use(3, INFERENCE))] == [3, 0, 2, 1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([FORWARD, BACKWARD, INFERENCE])), max_size=30))
+def test_any_order_of_uses(uses: list[tuple[int, str]]) -> None:
+    """Each use gets the host's values, whatever came before; what is held stays within its bounds."""
+    torch.manual_seed(0)
+    units = [host.HostUnit(str(i), nn.Linear(3, 2), set()) for i in range(4)]
+    loader = Loader(units, Link("cpu"), Executor(("up",)), cache=units[0].nbytes)
+    for number, kind in uses:
+        if kind == INFERENCE:
+            with torch.no_grad():
+                units[number].module.weight.add_(1)
+        there = loader.use(number, kind, probe=False)
+        expected = [place.get() for place in units[number].places]
+        assert all(torch.equal(a, b) for a, b in zip(there, expected, strict=True))
+        assert len(loader._held) <= AHEAD + 2
