@@ -4,6 +4,7 @@ r"""What training a model takes, by category and method, and what fits a GPU.
     python -m grass.memory --model Qwen/Qwen2.5-7B --moments 8bit --gpu 24GiB
     python -m grass.memory --model 13b --offload --machine machine.json --gpu 40GB
     python -m grass.memory --model 13b --offload-path /fast/disk
+    python -m grass.memory --model 70b --stream --gpu 24GB --host 192GB
     python -m grass.memory --model path/to/config.json --no-checkpointing --chunked-loss 0
 
 Nothing is allocated: what a block saves is counted on tensors without contents, the rest follows in closed form; all is
@@ -59,8 +60,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             dtype=getattr(torch, args.dtype),
             active_dtype=getattr(torch, args.active_dtype),
             checkpointing=args.checkpointing,
-            offload=args.offload or args.offload_path is not None,
+            offload=args.offload or args.stream or args.offload_path is not None,
             files=args.offload_path is not None,
+            stream=args.stream,
+            cache=args.cache or 0,
+            host_activations=args.host_activations,
             slack=args.slack,
         )
         model = load_architecture(args.model)
@@ -68,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for field, reason in reasons.items():
             print(f"{FLAGS[field]} {getattr(setting, field)} instead of {getattr(Setting, field)}: {reason}")
         if args.machine is not None and not setting.offload:
-            raise ValueError("--machine predicts offloaded steps: add --offload")
+            raise ValueError("--machine predicts offloaded steps: add --offload or --stream")
         machine = None if args.machine is None else Machine.read(args.machine)
-        print(render(args.model, model, setting, args.gpu, machine))
+        print(render(args.model, model, setting, args.gpu, machine, args.host))
         if args.offload_path is not None:
             print(_room(args.offload_path))
     except (ImportError, OSError, ValueError) as error:
@@ -118,6 +122,10 @@ def argument_parser() -> ArgumentParser:
         metavar="DIRECTORY",
         help="--offload with moments, bank and copies of weights in files there",
     )
+    add("--stream", action="store_true", help="--offload, and blocks visit the device one by one")
+    add("--cache", type=_size, metavar="SIZE", help="of blocks that stay on the device with --stream")
+    add("--host-activations", action="store_true", help="inputs of blocks wait on the host with --stream")
+    add("--host", type=_size, metavar="SIZE", help="host memory to fit, with --gpu")
     add("--machine", type=Path, metavar="FILE", help="rates of python -m grass.offload --out: how long steps take")
     add("--slack", type=float, default=0.02, help="allocator slack, a fraction of the peak: an assumption")
     return parser

@@ -33,11 +33,11 @@ class Largest:
     seq_len: int | None
 
 
-def largest_that_fit(method: str, model: Architecture, setting: Setting, gpu: int) -> Largest:
-    """The largest rank, batch and sequence, each on its own, with which ``method`` fits ``gpu`` bytes."""
+def largest_that_fit(method: str, model: Architecture, setting: Setting, gpu: int, host: int | None = None) -> Largest:
+    """The largest rank, batch and sequence, each on its own, with which ``method`` fits ``gpu`` and ``host`` bytes."""
 
     def fits(**changes: Any) -> bool:
-        return plan(method, model, replace(setting, **changes)).total <= gpu
+        return plan(method, model, replace(setting, **changes)).fits(gpu, host)
 
     ranks = (setting.largest_rank(model) - (setting.explore if isinstance(setting.explore, int) else 0)) // RANK_STEP
     sequences = min(model.window or LARGEST, model.positions or LARGEST) // SEQUENCE_STEP

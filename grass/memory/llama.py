@@ -15,6 +15,7 @@ class LlamaShape:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
+    num_key_value_heads: int | None = None
 
 
 LLAMA_SHAPES = {
@@ -28,6 +29,8 @@ LLAMA_SHAPES = {
     "1b": LlamaShape(2048, 5461, 24, 32),
     "7b": LlamaShape(4096, 11008, 32, 32),
     "13b": LlamaShape(5120, 13824, 40, 40),
+    "30b": LlamaShape(6656, 17920, 60, 52),
+    "70b": LlamaShape(8192, 28672, 80, 64, 8),
 }
 """Shapes by name. A name says how many parameters there are with a vocabulary of 32,000 tokens. The names ``1m``,
 ``9m-wide`` and ``28m-wide`` are for a vocabulary of bytes."""

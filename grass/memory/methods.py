@@ -20,12 +20,14 @@ class Host(NamedTuple):
         active_rows: copies of the selected and explored rows and their indices.
         gradients: buffers that gradients are copied to.
         moments: those that the device has without offload.
+        activations: inputs of units between forward and backward (:mod:`grass.streaming`).
     """
 
     weights: int = 0
     active_rows: int = 0
     gradients: int = 0
     moments: int = 0
+    activations: int = 0
 
 
 NO_HOST = Host()
@@ -51,6 +53,7 @@ class Holdings:
         refresh_saved: ``layer_saved`` in steps that gather a sketch.
         refresh_layer: a layer's sketch matrices in such steps.
         refresh_layer_gradients: and the sketches themselves, which are gradients.
+        inputs: blocks whose inputs checkpointing keeps on the device; ``None``: all.
     """
 
     weights: int
@@ -67,6 +70,7 @@ class Holdings:
     refresh_saved: float = 0
     refresh_layer: int = 0
     refresh_layer_gradients: int = 0
+    inputs: int | None = None
 
 
 Method = Callable[[Architecture, Setting], Holdings]

@@ -9,6 +9,7 @@ from grass.memory.architecture import Architecture
 from grass.memory.methods import METHODS, OFFLOADABLE, Holdings, Host, offloaded
 from grass.memory.offloading import bytes_in_files
 from grass.memory.setting import Setting
+from grass.memory.streaming import streamed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,10 @@ class Plan:
         """Bytes of host memory."""
         return self.bank + sum(self.host) - self.files
 
+    def fits(self, gpu: int, host: int | None = None) -> bool:
+        """Whether a device and a host of so many bytes are enough; ``None`` is any."""
+        return self.total <= gpu and (host is None or self.on_host <= host)
+
 
 def plan(method: str, model: Architecture, setting: Setting) -> Plan:
     """Plan the training of ``model`` by one of :data:`grass.memory.METHODS`.
@@ -74,10 +79,13 @@ def plan(method: str, model: Architecture, setting: Setting) -> Plan:
     if setting.offload and method in OFFLOADABLE:
         held = offloaded(method, held, model, setting)
         files = bytes_in_files(method, model, setting) if setting.files else 0
+        if setting.stream:
+            held = streamed(held, model, setting)
     moments = {**peaks(held, model, setting, refresh=False), **peaks(held, model, setting, refresh=True)}
     peak_at = max(moments, key=lambda moment: moments[moment])
     layer = max(held.layer_saved, held.refresh_saved)
-    kept = held.traced.block_input * model.layers + layer if setting.checkpointing else layer * model.layers
+    inputs = model.layers if held.inputs is None else held.inputs
+    kept = held.traced.block_input * inputs + layer if setting.checkpointing else layer * model.layers
     return Plan(
         weights=held.weights,
         active_rows=held.active_rows,
@@ -106,6 +114,7 @@ def peaks(held: Holdings, model: Architecture, setting: Setting, *, refresh: boo
     layer_gradients = held.layer_gradients + (held.refresh_layer_gradients if refresh else 0)
     activations = held.refresh_saved if refresh else held.layer_saved
     saved = held.traced.block_input if setting.checkpointing else activations
+    every = saved * (layers if held.inputs is None else held.inputs)
     in_layer = (activations if setting.checkpointing else 0) + held.traced.temporaries + held.layer_workspace
     ends, head = held.traced.ends, model.head * setting.dtype.itemsize if held.end_gradients else 0
     gradients = layers * layer_gradients + held.end_gradients
@@ -114,8 +123,8 @@ def peaks(held: Holdings, model: Architecture, setting: Setting, *, refresh: boo
     before_first = gradients - layer_gradients - untied
     loss = loss_memory(model, setting, held.traced.loss, head_trains=head > 0)
     found = {
-        f"loss{name}": static + layers * saved + ends + loss,
-        f"backward of the last layer{name}": static + layers * saved + head + in_layer,
+        f"loss{name}": static + every + ends + loss,
+        f"backward of the last layer{name}": static + every + head + in_layer,
         f"backward of the first layer{name}": static + saved + before_first + in_layer,
         f"backward of the embedding{name}": static + gradients + embedding,
         f"optimizer step{name}": static + gradients + held.step_workspace,

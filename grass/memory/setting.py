@@ -39,6 +39,9 @@ class Setting:
         sketch_size: columns of the sketch from which Grass chooses rows.
         offload: AdamW and Grass keep moments, and copies of weights and gradients, in host memory and step there.
         files: with ``offload``, what ``grass.Offload(path=...)`` puts there lies in files.
+        stream: with ``offload``, the blocks visit the device one by one (:func:`grass.stream`).
+        cache: bytes of blocks that then stay on the device.
+        host_activations: the inputs of blocks then wait on the host for backward.
         slack: allocator slack: what rounding and fragmentation add to the peak, as a fraction of it.
     """
 
@@ -58,6 +61,9 @@ class Setting:
     sketch_size: int = 32
     offload: bool = False
     files: bool = False
+    stream: bool = False
+    cache: int = 0
+    host_activations: bool = False
     slack: float = 0.02
 
     def __post_init__(self) -> None:
@@ -69,9 +75,21 @@ class Setting:
             raise ValueError(f"Invalid rank={self.rank} or dim={self.dim!r}: must be a rank, and 0 or 1")
         if self.moments not in MOMENTS:
             raise ValueError(f"Invalid moments={self.moments!r}: must be one of {', '.join(MOMENTS)}")
-        for name, least in (("batch_size", 1), ("seq_len", 1), ("chunk_tokens", 0), ("slack", 0), ("sketch_size", 1)):
+        for name, least in (
+            ("batch_size", 1),
+            ("seq_len", 1),
+            ("chunk_tokens", 0),
+            ("slack", 0),
+            ("sketch_size", 1),
+            ("cache", 0),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"Invalid {name}={getattr(self, name)}: must be >= {least}")
+
+        if self.stream and not (self.offload and self.checkpointing):
+            raise ValueError("Invalid stream=True: needs offload and checkpointing, which a streamed model always has")
+        if not self.stream and (self.cache or self.host_activations):
+            raise ValueError("Invalid cache or host_activations: only with stream=True")
 
     def check(self, model: Architecture) -> None:
         """Raise ``ValueError`` where the model cannot be trained, or planned for, in this way."""

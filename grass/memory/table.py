@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from grass.memory.architecture import Architecture
@@ -10,6 +11,7 @@ from grass.memory.methods import METHODS, OFFLOADABLE, Host
 from grass.memory.offloading import step_tasks
 from grass.memory.planner import Plan, plan
 from grass.memory.setting import Setting
+from grass.memory.streaming import step_seconds, visiting
 from grass.memory.units import format_bytes
 from grass.offload.machine import Machine
 from grass.offload.tasks import simulate
@@ -25,17 +27,25 @@ CATEGORIES = {
 }
 
 
-def render(name: str, model: Architecture, setting: Setting, gpu: int | None, machine: Machine | None = None) -> str:
-    """The table; with a ``gpu`` of so many bytes what fits it; with a ``machine`` how long offloaded steps take."""
+def render(
+    name: str,
+    model: Architecture,
+    setting: Setting,
+    gpu: int | None,
+    machine: Machine | None = None,
+    host: int | None = None,
+) -> str:
+    """The table; with a ``gpu`` (and a ``host``) of so many bytes what fits; with a ``machine`` how long steps take."""
     plans = {method: plan(method, model, setting) for method in METHODS}
-    other = replace(setting, checkpointing=not setting.checkpointing)
-    others = [plan(method, model, other).activations for method in METHODS]
     rows = [["", *plans]] + [
         [_label(field, label, setting.checkpointing), *(_gb(getattr(p, field)) for p in plans.values())]
         for field, label in CATEGORIES.items()
     ]
-    index = 1 + list(CATEGORIES).index("activations")
-    rows.insert(index + 1, [f"  ({_label('activations', 'activations', other.checkpointing)})", *map(_gb, others)])
+    if not setting.stream:
+        other = replace(setting, checkpointing=not setting.checkpointing)
+        others = [plan(method, model, other).activations for method in METHODS]
+        index = 1 + list(CATEGORIES).index("activations")
+        rows.insert(index + 1, [f"  ({_label('activations', 'activations', other.checkpointing)})", *map(_gb, others)])
     rows += [
         ["peak", *(_gb(p.peak) for p in plans.values())],
         [f"allocator slack, {setting.slack:.0%}", *(_gb(p.slack) for p in plans.values())],
@@ -50,26 +60,52 @@ def render(name: str, model: Architecture, setting: Setting, gpu: int | None, ma
         if setting.files:
             rows.append(["of these in files", *(_gb(p.files) for p in plans.values())])
         rows.append(["total on host", *(_gb(p.on_host) for p in plans.values())])
-    if setting.offload and machine is not None:
+    if setting.stream:
+        rows += _streaming(model, setting, machine)
+    elif setting.offload and machine is not None:
         rows.append(["step, link and update, s", *(_seconds(method, model, setting, machine) for method in plans)])
     if gpu is not None:
-        rows += _fitting(plans, model, setting, gpu)
+        rows += _fitting(plans, model, setting, gpu, host)
     notes = ["GB are 10^9 bytes. The peak is less than the sum: gradients grow while activations shrink."]
     if setting.offload:
-        notes.append(f"Offloaded: {', '.join(OFFLOADABLE)}; the others cannot be.")
+        notes.append(
+            f"{'Streamed' if setting.stream else 'Offloaded'}: {', '.join(OFFLOADABLE)}; the others cannot be."
+        )
     if setting.offload and machine is not None:
         notes.append(
             f"Seconds are simulated with the rates of {machine.name or 'a machine without a name'}. "
-            "The next forward hides some of them."
+            + _what_is_timed(setting, machine)
         )
     notes += [f"Peak of {method}: {p.peak_at}." for method, p in plans.items()]
     return "\n".join([_heading(name, model, setting, gpu), "", *_aligned(rows), "", *notes])
 
 
-def _fitting(plans: dict[str, Plan], model: Architecture, setting: Setting, gpu: int) -> list[list[str]]:
-    largest = [largest_that_fit(method, model, setting, gpu) for method in plans]
+def _streaming(model: Architecture, setting: Setting, machine: Machine | None) -> list[list[str]]:
+    """Units and, with a machine, the predicted seconds of a step and tokens a second."""
+    held = {method: METHODS[method](model, setting) if method in OFFLOADABLE else None for method in METHODS}
+    units = [None if h is None else visiting(h, model, setting) for h in held.values()]
+    rows = [
+        ["one unit", *("-" if unit is None else _gb(unit.nbytes) for unit in units)],
+        ["units on the device, of all", *("-" if u is None else f"{u.on_device} of {u.number}" for u in units)],
+        ["loads of a step", *("-" if unit is None else str(unit.loads) for unit in units)],
+    ]
+    if machine is None:
+        return rows
+    seconds = [None if h is None else step_seconds(method, h, model, setting, machine) for method, h in held.items()]
     return [
-        [f"fits {format_bytes(gpu)}", *("yes" if p.total <= gpu else "no" for p in plans.values())],
+        *rows,
+        ["step, s", *("-" if s is None else f"{s:,.3g}" for s in seconds)],
+        ["tokens a second", *("-" if s is None else f"{setting.tokens / s:,.0f}" for s in seconds)],
+    ]
+
+
+def _fitting(
+    plans: dict[str, Plan], model: Architecture, setting: Setting, gpu: int, host: int | None
+) -> list[list[str]]:
+    largest = [largest_that_fit(method, model, setting, gpu, host) for method in plans]
+    sizes = format_bytes(gpu) + ("" if host is None else f", host {format_bytes(host)}")
+    return [
+        [f"fits {sizes}", *("yes" if p.fits(gpu, host) else "no" for p in plans.values())],
         ["largest rank", *(_count(fit.rank) for fit in largest)],
         ["largest batch", *(_count(fit.batch_size) for fit in largest)],
         ["largest sequence", *(_count(fit.seq_len) for fit in largest)],
@@ -94,6 +130,12 @@ def _label(field: str, label: str, checkpointing: bool) -> str:
 
 def _dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _what_is_timed(setting: Setting, machine: Machine) -> str:
+    if not setting.stream:
+        return "The next forward hides some of them."
+    return "Computing was not measured and is left out." if math.isinf(machine.compute_rate) else ""
 
 
 def _gb(size: int) -> str:

@@ -43,6 +43,7 @@ def describe(machine: Machine) -> str:
         "device update": f"{machine.device_rate / 1e6:,.0f} million elements/s",
         "copies down": f"{machine.down_rate / 1e9:,.2f} GB/s",
         "copies up": f"{machine.up_rate / 1e9:,.2f} GB/s",
+        "computing": f"{machine.compute_rate / 1e12:,.2f} TFLOP/s",
     }
     return "\n".join([machine.name, *(f"{name:<14} {rate}" for name, rate in rows.items())])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -25,6 +26,8 @@ class Machine:
         down_rate: bytes copied from the device in a second.
         up_rate: bytes copied to the device in a second.
         device_rate: elements that AdamW updates on the device in a second, in float32.
+        compute_rate: floating-point operations of a large matrix product on the device in a second; infinite if it was
+            not measured, so that predictions leave computing out.
         name: which hardware has these rates, as :func:`machine_name` says; empty if none in particular.
 
     Raises:
@@ -36,11 +39,12 @@ class Machine:
     up_rate: float
     device_rate: float
     name: str = ""
+    compute_rate: float = math.inf
 
     def __post_init__(self) -> None:
-        for resource in RESOURCES:
-            if not (rate := self.rate(resource)) > 0:
-                raise ValueError(f"Invalid {resource}_rate={rate}. Must be > 0.")
+        for name in (*(f"{resource}_rate" for resource in RESOURCES), "compute_rate"):
+            if not (rate := getattr(self, name)) > 0:
+                raise ValueError(f"Invalid {name}={rate}. Must be > 0.")
 
     @classmethod
     def measure(cls, device: torch.device | str, threads: int | None = None, link: Link | None = None) -> Machine:
@@ -68,7 +72,7 @@ class Machine:
                 host = thread.submit(rates.host_rate).result()
         finally:
             torch.set_num_threads(before)
-        return cls(host, *rates.link_rates(link), rates.device_rate(link.device), name)
+        return cls(host, *rates.link_rates(link), rates.device_rate(link.device), name, rates.compute_rate(link.device))
 
     def rate(self, resource: str) -> float:
         """Bytes or elements a second of a resource.

@@ -22,6 +22,8 @@ COLUMNS = 1024
 HOST_ROWS = 4096
 DEVICE_ROWS = 32768
 """Rows of the updates: 64 MiB of weights, gradients and moments on the CPU, 512 MiB on the device, more than caches."""
+GPU_SIDE, CPU_SIDE = 8192, 1024
+"""Of the matrices of a product."""
 LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20
 """Bytes of one copy."""
 
@@ -63,6 +65,21 @@ def link_rates(link: Link) -> tuple[float, float]:
         down = threads.submit(rate, link.down, *made[:2])
         up = threads.submit(rate, link.up, *made[2:])
         return down.result(), up.result()
+
+
+def compute_rate(device: torch.device) -> float:
+    """Floating-point operations a second of a large product: in bfloat16 on a GPU, in float32 on the CPU."""
+    cuda = device.type == "cuda"
+    a, b = (torch.ones(GPU_SIDE if cuda else CPU_SIDE, GPU_SIDE if cuda else CPU_SIDE, device=device) for _ in range(2))
+    if cuda:
+        a, b = a.bfloat16(), b.bfloat16()
+
+    def multiply() -> None:
+        a @ b
+        if cuda:
+            torch.cuda.synchronize(device)
+
+    return 2 * a.shape[0] ** 3 / _seconds(multiply)
 
 
 def _torch_rate(device: torch.device, rows: int) -> float:

@@ -46,11 +46,17 @@ class Boundary:
     def __init__(self, tensor: Tensor, before: Before, link: Link, executor: Executor) -> None:
         self._link, self._executor, self._before = link, executor, before
         self._requires_grad, self._device = tensor.requires_grad, tensor.device
+        self._shape, self._dtype = tensor.shape, tensor.dtype
         values = tensor.detach()
         if not values.is_contiguous():
             values = values.contiguous()
-        self._host, mark = host_like(values), link.mark()
-        self._down = Task("activation", "down", values.nbytes, work=lambda: link.down(values, self._host, mark))
+        mark = link.mark()
+
+        def work() -> None:
+            self._host = host_like(values)
+            link.down(values, self._host, mark)
+
+        self._down = Task("activation", "down", values.nbytes, work=work)
         self._up: Task | None = None
         self._there: Tensor | None = None
         executor.submit([self._down])
@@ -71,7 +77,7 @@ class Boundary:
         if self._up is not None:
             return
         with torch.inference_mode(False):
-            self._there = there = torch.empty_like(self._host, device=self._device)
+            self._there = there = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         mark = self._link.mark()
         self._up = Task("activation", "up", there.nbytes, (self._down,), lambda: self._link.up(self._host, there, mark))
         self._executor.submit([self._up])

@@ -26,6 +26,14 @@ class Gradients:
     def __init__(self, link: Link, executor: Executor) -> None:
         self._link, self._executor = link, executor
         self._going: list[Task] = []
+        self._before, self._backward = 0, -1
+
+    def begin_unit(self) -> None:
+        """Note that backward comes to another unit: gradients of one unit before it may still be on their way."""
+        for task in self._going[: self._before]:
+            self._executor.wait(task)
+        del self._going[: self._before]
+        self._before = len(self._going)
 
     def arrive(self, parameter: Tensor, there: Tensor) -> Tensor:
         """``there`` as a function of a parameter on the host: its gradient goes to the parameter.
@@ -39,7 +47,9 @@ class Gradients:
 
     def send(self, parameter: Tensor, grad: Tensor) -> None:
         """Queue the copy of a gradient. Called in backward."""
-        if not self._going:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
             engine: Any = torch.autograd.Variable._execution_engine  # untyped in torch
             engine.queue_callback(self.finish)
         mark = self._link.mark()
@@ -59,7 +69,7 @@ class Gradients:
 
     def finish(self) -> None:
         """Wait until all gradients are on the host."""
-        going, self._going = self._going, []
+        going, self._going, self._before = self._going, [], 0
         for task in going:
             self._executor.wait(task)
 

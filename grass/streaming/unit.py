@@ -123,6 +123,8 @@ class Visits:
         """Run the unit's forward with its tensors on the device."""
         grad = torch.is_grad_enabled()
         kind = BACKWARD if _in_backward() else FORWARD if grad else INFERENCE
+        if kind == BACKWARD:
+            self._gradients.begin_unit()
         tensors = self._loader.use(self._number, kind, probe=grad)
         with self._there(tensors, grad):
             return own(*args, **kwargs)

@@ -21,7 +21,7 @@ def find_units(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Mo
 
     Raises:
         TypeError: names are not strings.
-        ValueError: a name is not that of a module, units lie in each other, or no units hold half of the parameters.
+        ValueError: a name is not that of a module, units lie in each other, or there are none.
     """
     if names is None:
         found = dict(_from_large_lists(model))
@@ -29,14 +29,11 @@ def find_units(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Mo
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"Invalid units={names!r}: must be names of modules")
         found = dict(item for name in names for item in _named(model, name))
-    total, held = _count(model), sum(map(_count, found.values()))
-    if names is None and 2 * held <= total:
-        raise ValueError(
-            f"The lists of modules hold {held} of {total} parameters: name the modules that shall visit the device "
-            "one by one with units="
-        )
     if not found:
-        raise ValueError(f"Invalid {names=}: must name at least one module")
+        raise ValueError(
+            f"No list of modules holds {SHARE:.0%} of the parameters: name the modules that shall visit the device one "
+            "by one with units="
+        )
     parts = [part for unit in found.values() for part in unit.modules()]
     if len(parts) != len(set(parts)):
         raise ValueError("Units must not lie in each other or share modules: name others with units=")
