@@ -106,13 +106,15 @@ def advance(every: list[Trained], options: Options, ranks: Ranks, carry_of: Call
     Returns:
         The selected rows of each layer that chose rows.
     """
+    begun = [item.layer.begin_write() for item in every]
     due = [item for item in every if refresh_due(item.state, options)]
     norms = _norms_for([item.layer for item in due], options, ranks)
     for item, layer_norms in zip(due, norms, strict=True):
         _choose_rows(item, layer_norms, carry_of(item), options)
     _explore_other_rows(every, options)
-    for layer, state, _ in every:
+    for (layer, state, _), write in zip(every, begun, strict=True):
         layer.mark_synced()
+        layer.end_write(write, decays_all=options.decay == "all" and options.weight_decay != 0)
         arm(layer, state, options)
     return [item.state["indices"] for item in due]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,32 @@ Stamp = tuple[int, int, int]
 """A tensor's identity, version and address: they differ after any change that PyTorch can see."""
 
 
+class Written(NamedTuple):
+    """The last step that wrote active rows into the weight.
+
+    Attributes:
+        number: how many there were.
+        rows: which rows it wrote; ``None``: perhaps all.
+        before: the weight's stamp before.
+        after: the weight's stamp after.
+    """
+
+    number: int = 0
+    rows: Tensor | None = None
+    before: Stamp | None = None
+    after: Stamp | None = None
+
+    def span(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        """Version and address of the weight before and after; ``None`` where they are not known."""
+        if self.before is None or self.after is None:
+            return None
+        return self.before[1:], self.after[1:]
+
+
 class SyncedRows(ActiveRows):
     """The part of :class:`grass.compact_mode.layer.CompactLayer` that makes weight and active rows agree."""
+
+    written: Written | None = None  # kept for copies of the weight (grass.streaming); None: nobody asks
 
     _synced: tuple[Stamp, Stamp] | None = None  # active's and weight's, when they were known to agree
     arriving: Callable[[], None] | None = None
@@ -91,6 +115,19 @@ class SyncedRows(ActiveRows):
     def mark_synced(self) -> None:
         """Note that weight and active rows agree."""
         self.__dict__.update(_sharded=is_sharded(self.weight), _synced=self._stamps())
+
+    def begin_write(self) -> Written | None:
+        """What :meth:`end_write` will note of a step that has written the active rows."""
+        if self.written is None:
+            return None
+        before = None if self._synced is None else self._synced[1]
+        return Written(self.written.number + 1, self.chosen.clone(), before)
+
+    def end_write(self, begun: Written | None, *, decays_all: bool) -> None:
+        """Note that the step has ended, and whether it changed the other rows too."""
+        if begun is not None:
+            after = None if self._synced is None else self._synced[1]
+            self.written = begun._replace(rows=None if decays_all else begun.rows, after=after)
 
     def holds_active(self) -> bool:
         """Whether the weight's rows are what the active rows are written back as."""

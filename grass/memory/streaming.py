@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from grass.memory.architecture import Architecture
-from grass.memory.methods import Holdings, Host
+from grass.memory.methods import SCALE_BYTES, Holdings, Host
 from grass.memory.offloading import parameters
 from grass.memory.setting import Setting
 from grass.offload.machine import Machine
@@ -30,11 +30,13 @@ class Visiting(NamedTuple):
         number: how many there are.
         nbytes: of one.
         cached: how many stay on the device beside the three that are in use or come next.
+        update: bytes of what a step changes in one, if these are rows; ``None``: all of it.
     """
 
     number: int
     nbytes: int
     cached: int
+    update: int | None
 
     @property
     def on_device(self) -> int:
@@ -43,14 +45,21 @@ class Visiting(NamedTuple):
 
     @property
     def loads(self) -> int:
-        """Loads of a step: all units in forward, and in backward those that are not there still."""
-        return 2 * self.number - self.on_device
+        """Whole units that a step copies: in forward and backward those that are not there or have changed."""
+        return 2 * self.number - self.on_device * (1 if self.update is None else 2)
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes that a step copies to the device."""
+        return self.loads * self.nbytes + self.on_device * (self.update or 0)
 
 
 def visiting(held: Holdings, model: Architecture, setting: Setting) -> Visiting:
     """The units, where ``held`` is what the resident model holds."""
-    size = (held.weights - model.ends * setting.dtype.itemsize) // model.layers + _indices(model, setting, held)
-    return Visiting(model.layers, size, min(model.layers, setting.cache // size))
+    indices = _indices(model, setting, held)
+    size = (held.weights - model.ends * setting.dtype.itemsize) // model.layers + indices
+    update = indices + _written(held, model, setting) if held.active_rows else None
+    return Visiting(model.layers, size, min(model.layers, setting.cache // size), update)
 
 
 def streamed(held: Holdings, model: Architecture, setting: Setting) -> Holdings:
@@ -94,10 +103,12 @@ def _steps(count: int, method: str, held: Holdings, model: Architecture, setting
     updates: list[Task | None] = [None] * units.number
     for _ in range(count):
         for i, update in enumerate(updates):
-            run.unit(f"forward {i}", forward, units, update, loads=True)
+            there = i < units.on_device and units.update is not None
+            run.unit(f"forward {i}", forward, units, update, (units.update or 0) if there else units.nbytes)
         run.add("head", "compute", 6 * setting.tokens * model.head)
         for i in reversed(range(units.number)):
-            done = run.unit(f"backward {i}", backward, units, None, loads=i < units.number - units.on_device)
+            is_there = i >= units.number - units.on_device
+            done = run.unit(f"backward {i}", backward, units, None, 0 if is_there else units.nbytes)
             sent = run.add(f"gradient {i}", "down", down, done)
         updates = [run.add(f"update {i}", "host", elements, sent) for i in range(units.number)]
     return run.tasks
@@ -119,13 +130,22 @@ class _Run:
         self.tasks.append(Task(name, resource, amount, tuple(task for task in after if task is not None)))
         return self.tasks[-1]
 
-    def unit(self, name: str, flops: float, units: Visiting, update: Task | None, *, loads: bool) -> Task:
-        """Use a unit, after it was loaded into the place of the one that was used longest ago."""
-        if loads:
+    def unit(self, name: str, flops: float, units: Visiting, update: Task | None, nbytes: int) -> Task:
+        """Use a unit after these bytes of it have come into the place of the one that was used longest ago."""
+        if nbytes:
             free = self._used[-units.on_device] if len(self._used) >= units.on_device else None
-            update = self.add(f"{name} load", "up", units.nbytes, update, free)
+            update = self.add(f"{name} load", "up", nbytes, update, free)
         self._used.append(self.add(name, "compute", flops, update))
         return self._used[-1]
+
+
+def _written(held: Holdings, model: Architecture, setting: Setting) -> int:
+    """Bytes of a unit's active rows in their weights, and of all that is stepped whole."""
+    e, codes = setting.dtype.itemsize, held.weights < model.parameters * setting.dtype.itemsize
+    sizes = [(linear.m, linear.n) if setting.dim == 0 else (linear.n, linear.m) for linear in model.linears]
+    rows = sum((setting.rank_of(size) + setting.explored_of(size)) * width for size, width in sizes)
+    scales = SCALE_BYTES * sum(size for size, _ in sizes) if codes else 0
+    return rows * (1 if codes else e) + model.vectors * e + scales
 
 
 def _indices(model: Architecture, setting: Setting, held: Holdings) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.sync import Written
 from grass.kernels.layout import is_dense
 from grass.offload.in_place import InPlace
 from grass.offload.replicas import stamp_of
@@ -40,6 +41,34 @@ class Place(NamedTuple):
         vars(self.module)[self.kind][self.name] = tensor
 
 
+class Version(NamedTuple):
+    """What a unit's tensors were at a time.
+
+    Attributes:
+        steps: how often optimizers had stepped. A fused optimizer does not count its changes in a tensor's version.
+        stamps: of the tensors that travel; they differ after any other change that PyTorch can see.
+        written: of each converted layer how often a step had written rows into its weight.
+    """
+
+    steps: int
+    stamps: list[tuple[int, int]]
+    written: list[int]
+
+
+class Change(NamedTuple):
+    """How a tensor differs from an earlier version.
+
+    Attributes:
+        number: of the tensor among those that travel.
+        rows: the rows that differ; ``None``: perhaps all.
+        layer: the converted layer whose weight it is, if only rows differ.
+    """
+
+    number: int
+    rows: Tensor | None = None
+    layer: CompactLayer | None = None
+
+
 class HostUnit:
     """A unit as it lies on the host.
 
@@ -64,6 +93,8 @@ class HostUnit:
         every = [place for place in _places(module) if id(place.get()) not in resident]
         self.places = [place for place in every if id(place.get()) not in rows]
         self.active = [place for place in every if id(place.get()) in rows]
+        numbers = {(id(place.module), place.name): number for number, place in enumerate(self.places)}
+        self._weights = {numbers[id(layer), "weight"]: i for i, layer in enumerate(self.layers)}
 
     def trained(self) -> Iterator[nn.Parameter]:
         """The parameters that travel or are stood in for."""
@@ -75,6 +106,15 @@ class HostUnit:
         """Let the optimizer step the parameters where they lie (:mod:`grass.offload.in_place`)."""
         for p in self.trained():
             InPlace.mark(p)
+        for layer in self.layers:
+            layer.written = Written()
+
+    def unmark(self) -> None:
+        """The opposite of :meth:`mark`."""
+        for p in self.trained():
+            InPlace.unmark(p)
+        for layer in self.layers:
+            layer.written = None
 
     def wait(self) -> None:
         """Wait until the steps of the parameters that are on their way have ended."""
@@ -86,9 +126,40 @@ class HostUnit:
         for layer in self.layers:
             layer.sync(probe=probe)
 
-    def stamps(self) -> list[tuple[int, int]]:
-        """These differ after any change of the tensors that PyTorch can see."""
-        return [stamp_of(place.get()) for place in self.places]
+    def version(self, steps: int) -> Version:
+        """What the tensors are now, after so many steps of optimizers."""
+        numbers = [0 if layer.written is None else layer.written.number for layer in self.layers]
+        return Version(steps, [stamp_of(place.get()) for place in self.places], numbers)
+
+    def changes(self, then: Version | None, now: Version) -> list[Change]:
+        """What differs between two versions, the second of which is that of now. ``None``: everything does."""
+        if then is None:
+            return [Change(number) for number in range(len(self.places))]
+        every = (self._change(number, then, now) for number in range(len(self.places)))
+        return [change for change in every if change is not None]
+
+    def _change(self, number: int, then: Version, now: Version) -> Change | None:
+        same = then.stamps[number] == now.stamps[number]
+        if number not in self._weights:
+            return None if same and then.steps == now.steps else Change(number)
+        i = self._weights[number]
+        if now.written[i] == then.written[i]:
+            return None if same else Change(number)
+        layer, known = self.layers[i], (then.stamps[number], now.stamps[number])
+        written, once = layer.written, now.written[i] == then.written[i] + 1
+        if once and written is not None and written.rows is not None and written.span() == known:
+            return Change(number, written.rows, layer)
+        return Change(number)
+
+    def room_for_rows(self, device: torch.device) -> dict[int, Tensor]:
+        """Empty tensors on a device for the active rows of each weight, by its number among those that travel."""
+        room = {}
+        with torch.inference_mode(False):
+            for number, i in self._weights.items():
+                layer, shape = self.layers[i], list(self.layers[i].shape)
+                shape[layer.dim] = layer.chosen.numel()
+                room[number] = torch.empty(shape, dtype=layer.weight.dtype, device=device)
+        return room
 
     @property
     def nbytes(self) -> int:

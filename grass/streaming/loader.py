@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,30 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from grass.offload.executor import Executor
 from grass.offload.link import Link
-from grass.offload.tasks import Task
-from grass.streaming.host import HostUnit, outgoing
+from grass.streaming.host import HostUnit
 from grass.streaming.order import Order, Use
+from grass.streaming.visitor import Visitor
 
 AHEAD = 2
 """Units that come before they are needed. With the one in use, three are on the device beside those in the cache."""
-
-
-@dataclass(eq=False)
-class Load:
-    """A unit's tensors on the device.
-
-    Attributes:
-        tensors: in the order of the unit's places.
-        nbytes: bytes that travel.
-        task: the copy.
-        stamps: of the host's tensors when the copy began, and how often optimizers had stepped: a fused optimizer
-            does not count its changes in the versions of tensors.
-    """
-
-    tensors: list[Tensor]
-    nbytes: int
-    task: Task = field(init=False)
-    stamps: tuple[int, list[tuple[int, int]]] | None = None
 
 
 @dataclass
@@ -43,18 +25,18 @@ class Counts:
     """What a loader has done so far.
 
     Attributes:
-        loads: units that were copied.
+        loads: copies of whole units.
+        updates: copies of what a step has changed in a unit that was on the device.
         bytes: that were copied.
         hits: uses of a unit that was on the device already and unchanged.
-        stale: copies that were not used, because the host's values changed.
         waited: seconds that the caller waited for copies.
         copying: seconds that the copies took.
     """
 
     loads: int = 0
+    updates: int = 0
     bytes: int = 0
     hits: int = 0
-    stale: int = 0
     waited: float = 0.0
     copying: float = 0.0
 
@@ -80,9 +62,9 @@ class Loader:
     def __init__(self, units: list[HostUnit], link: Link, executor: Executor, cache: int) -> None:
         self._units, self._link, self._executor, self._cache = units, link, executor, cache
         self._order = Order(len(units))
-        self._held: dict[int, Load] = {}
+        self._held: dict[int, Visitor] = {}
         self._bytes = [unit.nbytes for unit in units]
-        self._steps = _Steps()
+        self._steps = Steps()
         self.counts = Counts()
 
     @property
@@ -101,23 +83,16 @@ class Loader:
         use, unit = Use(number, kind), self._units[number]
         self._order.note(use)
         wanted = self._wanted(use)
-        for other in list(self._held):
-            if other not in dict(wanted) or self._is_stale(other):
-                del self._held[other]
-        was_held = number in self._held
-        if not was_held:
-            self._begin(number)
-        for other, stepped in wanted[1 : AHEAD + 1]:
-            if other not in self._held and not stepped:
-                self._begin(other)
+        for other in self._held.keys() - {number for number, _ in wanted}:
+            del self._held[other]
+        self.counts.hits += number in self._held and self._is_current(number)
+        for other, stepped in wanted[: AHEAD + 1]:
+            if other == number or not stepped:
+                self._bring(other)
         unit.wait()
         unit.sync(probe=probe)
+        self._bring(number)  # again if something has changed it meanwhile
         self._wait(number)
-        if self._is_stale(number):
-            self._begin(number)
-            self._wait(number)
-        elif was_held:
-            self.counts.hits += 1
         return self._held[number].tensors
 
     def clear(self) -> None:
@@ -135,40 +110,30 @@ class Loader:
             wanted.append((unit, stepped))
         return wanted
 
-    def _begin(self, number: int) -> None:
-        """Queue the copy of a unit."""
-        self._held.pop(number, None)
-        unit = self._units[number]
-        load = self._held[number] = Load(unit.room_on(self._link.device), self._bytes[number])
-        mark = self._link.mark()
+    def _is_current(self, number: int) -> bool:
+        visitor = self._held[number]
+        return not visitor.task.done or visitor.version == self._units[number].version(self._steps.count)
 
-        def work() -> None:
-            unit.wait()
-            load.stamps = self._steps.count, unit.stamps()
-            start = time.perf_counter()
-            for place, there in zip(unit.places, load.tensors, strict=True):
-                self._link.up(outgoing(place.get()), there, mark)
-            self.counts.copying += time.perf_counter() - start
-
-        load.task = Task(unit.name, "up", load.nbytes, work=work)
-        self._executor.submit([load.task])
-        self.counts.loads += 1
-        self.counts.bytes += load.nbytes
-
-    def _is_stale(self, number: int) -> bool:
-        """Whether the host's tensors have changed since a copy began that has ended."""
-        load = self._held[number]
-        stale = load.task.done and load.stamps != (self._steps.count, self._units[number].stamps())
-        self.counts.stale += stale
-        return stale
+    def _bring(self, number: int) -> None:
+        """Queue the copy of what a unit lacks on the device, unless a copy is on its way."""
+        if number in self._held:
+            if self._is_current(number):
+                return
+            self._wait(number)
+        else:
+            self._held[number] = Visitor(self._units[number], self._link)
+        visitor = self._held[number]
+        visitor.begin(self._steps, self.counts)
+        self._executor.submit([visitor.task])
 
     def _wait(self, number: int) -> None:
         start = time.perf_counter()
         self._executor.wait(self._held[number].task)
         self.counts.waited += time.perf_counter() - start
+        self._held[number].arrive()
 
 
-class _Steps:
+class Steps:
     """Counts the steps of all optimizers.
 
     Attributes:

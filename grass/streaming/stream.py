@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from grass.offload.executor import Executor
-from grass.offload.in_place import InPlace
 from grass.offload.link import Link
 from grass.streaming.boundary import Boundaries
 from grass.streaming.gradients import Gradients
@@ -114,8 +113,7 @@ class Stream:
             module.__class__ = plain_class(type(module))
             for name in ("_visits", "_computing"):
                 vars(module).pop(name, None)
-            for p in unit.trained():
-                InPlace.unmark(p)
+            unit.unmark()
 
     def __repr__(self) -> str:
         counts, size = self.counts, sum(unit.nbytes for unit in self.units)

@@ -94,7 +94,7 @@ def regime(name: str, base: nn.Module, config: object, ids: Tensor, repeats: int
     plain = Setting(rank=RANK, **common)
     units = {method: visiting(METHODS[method](model, plain), model, plain) for method in ("AdamW", "Grass")}
     resident = race({"resident": Racer(base, "Grass", None)}, ids, 1)["resident"]
-    rate = units["Grass"].loads * units["Grass"].nbytes / (REGIMES[name] * resident)
+    rate = units["Grass"].bytes_up / (REGIMES[name] * resident)
     half = units["Grass"].nbytes * (units["Grass"].number // 2)
     racers = {
         "Grass, resident": Racer(base, "Grass", None),

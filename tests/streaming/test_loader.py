@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import grass
+from grass import GrassAdamW
 from grass.offload.executor import Executor
 from grass.offload.link import Link
 from grass.streaming import host
@@ -43,7 +44,49 @@ def test_loads_of_a_step(units: int) -> None:
         train(model, optimizer, 1)
         assert handle.counts.loads == step * (2 * units - 3)
         assert handle.counts.bytes == handle.counts.loads * handle.units[0].nbytes
-    assert handle.counts.stale == 3 * 3 - 3  # the first three of the second and the third step
+    assert handle.counts.updates == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": "int8"}, {"dim": 0}])
+@pytest.mark.parametrize("cached", [0, 2])
+def test_of_converted_units_on_the_device_only_rows_come_again(options: dict[str, Any], cached: int) -> None:
+    torch.manual_seed(0)
+    model = Network(UNITS)
+    grass.compact(model, rank=4, explore=3, **options)
+    optimizer = GrassAdamW(model, lr=1e-2, update_interval=2, offload="cpu")
+    sizes = host.HostUnit("", model.blocks[0], set())
+    handle = grass.stream(model, device="cpu", cache=cached * sizes.nbytes)
+    train(model, optimizer, 2)
+    loads, before, there = handle.counts.loads, handle.counts.bytes, AHEAD + 1 + cached
+    train(model, optimizer, 3)
+    assert handle.counts.loads - loads == 3 * 2 * (UNITS - there)
+    assert handle.counts.updates == 4 * there
+    weights = {layer.weight: layer for layer in sizes.layers}
+    others = sum(place.get().nbytes for place in sizes.places if place.get() not in weights)
+    rows = sum(w.nbytes // layer.shape[layer.dim] * 7 for w, layer in weights.items())
+    assert handle.counts.bytes - before == 3 * (2 * (UNITS - there) * sizes.nbytes + there * (others + rows))
+
+
+@pytest.mark.parametrize("change", ["weight", "active", "twice", "decay"])
+def test_other_changes_bring_the_whole_weight(change: str) -> None:
+    """Two steps without a forward, decay of all rows, changes by hand."""
+
+    def run(streamed: bool) -> Any:
+        options = {"decay": "all", "weight_decay": 0.5} if change == "decay" else {}
+        model, optimizer = build("compact", streamed=streamed, **options)
+        losses = train(model, optimizer, 2)
+        layer = model.blocks[0].up
+        if change == "twice":
+            for p in model.parameters():
+                p.grad = torch.ones_like(p) if p.requires_grad else None
+            optimizer.step()
+            optimizer.zero_grad()
+        elif change in ("weight", "active"):
+            with torch.no_grad():
+                getattr(layer, change).mul_(0.5)
+        return losses + train(model, optimizer, 2, 2)
+
+    assert run(True) == run(False)
 
 
 def test_micro_batches_find_the_first_units_there() -> None:

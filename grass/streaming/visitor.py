@@ -1,0 +1,83 @@
+"""A unit on the device: its tensors there, and the copies that bring them and keep them as the host has them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from grass.offload.link import Link
+from grass.offload.tasks import Task
+from grass.selection.projector import Projector
+from grass.streaming.host import Change, HostUnit, Version, outgoing
+
+if TYPE_CHECKING:
+    from grass.streaming.loader import Counts, Steps
+
+
+class Visitor:
+    """A unit's tensors on the device.
+
+    Of a converted weight that one step has changed only the rows come that the step has written.
+
+    Args:
+        unit: on the host.
+        link: to the device.
+
+    Attributes:
+        tensors: on the device, in the order of the unit's places.
+        version: of the host's tensors when the last copy began; ``None`` before.
+        task: the last copy.
+    """
+
+    task: Task
+
+    def __init__(self, unit: HostUnit, link: Link) -> None:
+        self._unit, self._link = unit, link
+        self.tensors = unit.room_on(link.device)
+        self.version: Version | None = None
+        self._rows: dict[int, Tensor] = {}
+        self._arrived: list[Change] = []
+
+    def begin(self, steps: Steps, counts: Counts) -> None:
+        """Make the task that copies what differs from the host's tensors once their step has ended."""
+        mark, unit = self._link.mark(), self._unit
+        self._rows = {} if self.version is None else unit.room_for_rows(self._link.device)
+
+        def work() -> None:
+            unit.wait()
+            now = unit.version(steps.count)
+            changes, self.version, start = unit.changes(self.version, now), now, time.perf_counter()
+            for change in changes:
+                counts.bytes += self._copy(change, mark)
+            is_whole = len(changes) == len(unit.places) and all(change.rows is None for change in changes)
+            counts.loads += is_whole
+            counts.updates += not is_whole
+            counts.copying += time.perf_counter() - start
+
+        self.task = Task(unit.name, "up", 0, work=work)
+
+    def arrive(self) -> None:
+        """Write rows that have come into their weights."""
+        for change in self._arrived:
+            layer, there = change.layer, self.tensors[change.number]
+            assert layer is not None
+            assert change.rows is not None
+            matrix = there.t() if layer.stores_transposed else there
+            rows = change.rows.to(there.device)
+            Projector(rows, None, layer.dim).scatter_(matrix, self._rows[change.number])
+        self._arrived, self._rows = [], {}
+
+    def _copy(self, change: Change, mark: torch.cuda.Event | None) -> int:
+        """Copy what a change says; returns the bytes."""
+        if change.rows is None or change.layer is None:
+            source, there = outgoing(self._unit.places[change.number].get()), self.tensors[change.number]
+        else:
+            there = self._rows[change.number]
+            source = Projector(change.rows, None, change.layer.dim).gather(change.layer.matrix(), out=None)
+            source = outgoing(source).contiguous()
+            self._arrived.append(change)
+        self._link.up(source, there, mark)
+        return source.nbytes
