@@ -20,6 +20,10 @@ With the optimizer's state in host memory; a resumed run may add or drop --offlo
 
     python scripts/pretrain.py --model 60m --compact --rank 0.125 --offload --out runs/offload
 
+A model larger than the device, whose layers visit it one by one; a resumed run may add or drop --stream too:
+
+    python scripts/pretrain.py --model 60m --compact --rank 0.125 --offload --stream --out runs/stream
+
 On several processes, by DDP or, with --fsdp, by FSDP2; batches are per process:
 
     torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --compact --rank 0.125 --out runs/ddp
@@ -40,9 +44,11 @@ import torch
 from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
+import grass
 from grass.command_line import ArgumentParser
 from grass.compact_mode.int8 import plain_state_dict
 from grass.memory.llama import LLAMA_SHAPES, llama_config
+from grass.memory.units import size
 from grass.training.data.blocks import DataConfig
 from grass.training.data.loading import load_data
 from grass.training.run.checkpoint import CheckpointStore, export_model
@@ -54,6 +60,7 @@ from grass.training.run.processes import Processes, launched_processes, shard_bl
 from grass.training.run.throughput import model_flops_per_token, peak_flops, peak_memory
 
 CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every", "keep", "device", "offload"}
+CHANGEABLE |= {"stream", "cache", "host_activations", "checkpointing"}
 """Flags that may differ between a run and its continuation."""
 
 
@@ -72,6 +79,7 @@ def run(parser: ArgumentParser, args: argparse.Namespace, processes: Processes) 
         data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None, shard=shard)
         optimizer_config = from_flags(OptimizerConfig, args, name=args.optimizer)
         checkpoints = checkpoint_store(args, optimizer_config)
+        check_streaming(args, processes)
         data = load_data(data_config)
         config = llama_config(args.model, vocab_size=data.vocab_size, max_seq_len=args.seq_len)
         model, optimizer = build(args, config, optimizer_config, processes.device)
@@ -96,8 +104,8 @@ def build(
         config,
         seed=args.seed,
         dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32,
-        device=device,
-        checkpointing=args.checkpointing,
+        device="cpu" if args.stream else device,
+        checkpointing=args.checkpointing and not args.stream,  # streamed layers always are
         chunk_tokens=args.chunked_loss,
         convert=partial(convert, config=optimizer) if args.weights else None,
     )
@@ -105,7 +113,19 @@ def build(
         if args.compact:
             convert(model, config=optimizer)
         shard_blocks(model)
-    return model, build_optimizer(model, optimizer)
+    built = build_optimizer(model, optimizer)
+    if args.stream:
+        model.streamed = grass.stream(  # type: ignore[assignment]
+            model, device, cache=args.cache, offload_activations=args.host_activations
+        )
+    return model, built
+
+
+def check_streaming(args: argparse.Namespace, processes: Processes) -> None:
+    if args.stream and (args.fsdp or processes.size > 1):
+        raise ValueError("--stream is for one process: FSDP2's CPUOffloadPolicy streams over several")
+    if not args.stream and (args.cache or args.host_activations):
+        raise ValueError("--cache and --host-activations need --stream")
 
 
 def report(result: Result, trainer: Trainer, args: argparse.Namespace) -> None:
@@ -114,6 +134,8 @@ def report(result: Result, trainer: Trainer, args: argparse.Namespace) -> None:
     else:
         print(f"eval loss {result.eval_loss:.4f}, {result.tokens_per_second:,.0f} tokens/s")
         print(f"state {result.state_bytes.device:,} bytes, on the host {result.state_bytes.host:,}")
+    if args.stream:
+        print(trainer.model.streamed)
     flops = result.tokens_per_second * model_flops_per_token(trainer.model, args.seq_len)
     peak = peak_flops(trainer.device)
     share = f", MFU {flops / peak:.1%} of {peak / 1e12:.0f} TFLOP/s" if peak else ""
@@ -143,6 +165,9 @@ def argument_parser() -> ArgumentParser:
     add("--seed", type=int, default=0, help="of the initial weights, the order of the data and the row selection")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--fsdp", action="store_true", help="under torchrun: shard the model (FSDP2) instead of replicating it (DDP)")
+    add("--stream", action="store_true", help="layers stay on the host and visit the device one by one")
+    add("--cache", type=size, default=0, metavar="SIZE", help="--stream: of layers that stay on the device")
+    add("--host-activations", action="store_true", help="--stream: inputs of layers wait on the host for backward")
     add("--dtype", choices=("fp32", "bf16", "autocast"), default="fp32", help="bf16: also the weights")
     add_training_flags(parser.add_argument_group("training").add_argument)
     add_data_flags(parser.add_argument_group("data; by default the embedded corpus").add_argument)

@@ -27,7 +27,7 @@ from grass.command_line import ArgumentParser, number
 from grass.memory.models import load_architecture
 from grass.memory.setting import MOMENTS, Setting
 from grass.memory.table import render
-from grass.memory.units import UNITS, format_bytes, parse_bytes
+from grass.memory.units import UNITS, format_bytes, size
 from grass.offload.machine import Machine
 from grass.options import POLICIES
 from grass.selection.rules import available_rules
@@ -86,7 +86,7 @@ def argument_parser() -> ArgumentParser:
     parser = ArgumentParser(__doc__, prog="grass-memory")
     add = parser.add_argument
     add("--model", required=True, help="13b, 7b, 1b, ...; or a Hugging Face model, directory or config.json")
-    add("--gpu", type=_size, help=f"memory to fit, with a unit: {', '.join(UNITS)}; GB are 10^9 bytes, GiB 2^30")
+    add("--gpu", type=size, help=f"memory to fit, with a unit: {', '.join(UNITS)}; GB are 10^9 bytes, GiB 2^30")
     add(
         "--rank", type=number, help="an integer, or a fraction of the dimension; default: 256, or the most there can be"
     )
@@ -123,19 +123,12 @@ def argument_parser() -> ArgumentParser:
         help="--offload with moments, bank and copies of weights in files there",
     )
     add("--stream", action="store_true", help="--offload, and blocks visit the device one by one")
-    add("--cache", type=_size, metavar="SIZE", help="of blocks that stay on the device with --stream")
+    add("--cache", type=size, metavar="SIZE", help="of blocks that stay on the device with --stream")
     add("--host-activations", action="store_true", help="inputs of blocks wait on the host with --stream")
-    add("--host", type=_size, metavar="SIZE", help="host memory to fit, with --gpu")
+    add("--host", type=size, metavar="SIZE", help="host memory to fit, with --gpu")
     add("--machine", type=Path, metavar="FILE", help="rates of python -m grass.offload --out: how long steps take")
     add("--slack", type=float, default=0.02, help="allocator slack, a fraction of the peak: an assumption")
     return parser
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _room(directory: Path) -> str:

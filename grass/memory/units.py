@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
@@ -19,12 +20,20 @@ def parse_bytes(text: str) -> int:
         raise ValueError(
             f"Invalid size {text!r}: must be a number with one of the units {', '.join(UNITS)}, as in 40GB"
         )
-    size = round(float(match[1]) * units[match[2].lower()])
-    if size == 0:
+    nbytes = round(float(match[1]) * units[match[2].lower()])
+    if nbytes == 0:
         raise ValueError(f"Invalid size {text!r}: must be > 0")
-    return size
+    return nbytes
 
 
-def format_bytes(size: float) -> str:
+def size(text: str) -> int:
+    """:func:`parse_bytes` for a flag of a command."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def format_bytes(nbytes: float) -> str:
     """Bytes in GB (10^9)."""
-    return f"{size / 10**9:,.2f} GB"
+    return f"{nbytes / 10**9:,.2f} GB"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from page_tables import distributed, exploring, memory, offload, precision, speed, study
+from page_tables import distributed, exploring, memory, offload, precision, speed, streaming, study
 
 TABLES: dict[str, Callable[[], str]] = {
     "train_step": speed.train_step,
@@ -19,6 +19,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "wire_bytes": distributed.wire_bytes,
     "slow_link": distributed.slow_link,
     "offload": offload.offload,
+    "streaming": streaming.streaming,
     "loss": study.loss,
     "reach": study.reach,
     "finals": study.finals,

@@ -48,6 +48,9 @@ def planned(args):
         checkpointing=args.checkpointing,
         chunk_tokens=args.chunked_loss,
         offload=args.offload,
+        stream=args.stream,
+        cache=args.cache,
+        host_activations=args.host_activations,
     )
     method = "AdamW" if args.optimizer == "adamw" else "Grass int8" if args.weights else "Grass"
     return plan(method, Architecture.from_config(config), setting), config
@@ -59,7 +62,8 @@ def test_fits_the_gpu_of_its_name(recipe):
     size, memory = re.fullmatch(r"pretrain_llama_(\d+b)_(\d+gb)(?:_offload(?:_adamw)?)?", recipe.stem).groups()
     assert (args.model, args.dataset, args.dtype) == (size, "allenai/c4", "bf16")
     assert args.compact == (args.optimizer == "grass") == ("adamw" not in recipe.stem)
-    assert args.offload == ("offload" in recipe.stem)
+    assert args.stream == (size in ("30b", "70b"))
+    assert args.offload == ("offload" in recipe.stem or args.stream)
     assert (args.checkpointing, args.seq_len) == (True, 2048)
     assert planned(args)[0].total <= parse_bytes(memory)
 
@@ -77,6 +81,18 @@ def test_says_what_is_planned(recipe):
         assert f"rank {args.rank} |" in row
 
 
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if "--stream" in path.read_text()], ids=lambda p: p.stem)
+def test_streaming_recipes_say_what_is_planned(recipe):
+    args = pretrain["argument_parser"]().parse_args(flags(recipe))
+    plan, _ = planned(args)
+    expected = f"# Planned: {plan.total / 1e9:.1f} GB on the device, {plan.on_host / 1e9:.1f} GB on the host.\n"
+    assert expected in recipe.read_text()
+    row = next(line for line in (ROOT / "docs/streaming.md").read_text().splitlines() if f"`{recipe.name}`" in line)
+    assert row.endswith(f"| rank {args.rank} | {plan.total / 1e9:.0f} GB | {plan.on_host / 1e9:.0f} GB |")
+    args.stream, args.host_activations = False, False
+    assert planned(args)[0].total > parse_bytes("24gb")
+
+
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if "offload" in path.stem], ids=lambda path: path.stem)
 def test_does_not_fit_without_offload(recipe):
     args = pretrain["argument_parser"]().parse_args(flags(recipe))
@@ -92,8 +108,12 @@ def test_builds_at_full_size(recipe):
     args = pretrain["argument_parser"]().parse_args(flags(recipe))
     plan, config = planned(args)
     options = from_flags(OptimizerConfig, args, name=args.optimizer)
+    args.stream = args.host_activations = False  # which do not change what is built
+    plan = planned(args)[0]
     with FakeTensorMode():
         model, optimizer = pretrain["build"](args, config, options, torch.device("cpu"))
+    if streams:
+        plan = planned(args)[0]
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     assert held == pytest.approx(plan.weights + plan.active_rows, abs=10_000)
     trained = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
