@@ -48,11 +48,17 @@ def _from_large_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _outermost_lists(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+    """The outermost lists. Where one item of a list holds most of its parameters, the lists in that item."""
+    inside = [
+        found
+        for name, child in module.named_children()
+        for found in _outermost_lists(f"{prefix}.{name}" if prefix else name, child)
+    ]
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    if is_list and not (inside and 2 * max(map(_count, module.children())) > _count(module)):
         yield prefix, module
-        return
-    for name, child in module.named_children():
-        yield from _outermost_lists(f"{prefix}.{name}" if prefix else name, child)
+    else:
+        yield from inside
 
 
 def _named(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
