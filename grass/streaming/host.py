@@ -216,7 +216,7 @@ def _views(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         like = torch.empty_like(outgoing(tensor), device="meta", memory_format=torch.preserve_format)
         values = flat[start : start + tensor.nbytes].view(tensor.dtype)
-        yield values.as_strided(tensor.shape, like.stride())
+        yield values.as_strided(tensor.shape, like.stride()).data  # a version of its own
         start += _aligned(tensor.nbytes)
 
 

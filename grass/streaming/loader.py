@@ -95,6 +95,10 @@ class Loader:
         self._wait(number)
         return self._held[number].tensors
 
+    def drop(self, number: int) -> None:
+        """Let go of a unit, because its values on the device are no longer those of the host."""
+        self._held.pop(number, None)
+
     def clear(self) -> None:
         """Let go of all units. Their memory is free when nothing computes with them any more."""
         self._held.clear()

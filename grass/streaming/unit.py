@@ -98,26 +98,21 @@ class Visits:
         return checkpoint(self._computation(own, args, kwargs), anchor, use_reentrant=False)
 
     def _computation(self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[[Tensor], Any]:
-        """The computation with these inputs: first with themselves, then with what was kept of them."""
-        values, tree = pytree.tree_flatten((args, kwargs))
-        first: list[Any] | None = values
-        kept = [self._kept(value) for value in values]
+        """The computation with these inputs. Activations among them may go to the host until it runs again."""
+        if (boundaries := self._boundaries) is None:
+            return lambda anchor: self._compute(own, args, kwargs)
+        given: Any = args, kwargs
+        values, tree = pytree.tree_flatten(given)
+        kept = [boundaries.keep(v) if isinstance(v, Tensor) and v.requires_grad else v for v in values]
 
         def compute(anchor: Tensor) -> Any:
-            nonlocal first
-            inputs, first = first, None
+            nonlocal given
+            inputs, given = given, None
             if inputs is None:
-                inputs = [value.get() if isinstance(value, Boundary) else value for value in kept]
-            own_args, own_kwargs = pytree.tree_unflatten(inputs, tree)
-            return self._compute(own, own_args, own_kwargs)
+                inputs = pytree.tree_unflatten([v.get() if isinstance(v, Boundary) else v for v in kept], tree)
+            return self._compute(own, *inputs)
 
         return compute
-
-    def _kept(self, value: Any) -> Any:
-        """What is kept of an input for backward: an activation goes to the host, all else stays."""
-        if self._boundaries is None or not isinstance(value, Tensor) or not value.requires_grad:
-            return value
-        return self._boundaries.keep(value)
 
     def _compute(self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the unit's forward with its tensors on the device."""
@@ -146,20 +141,25 @@ class Visits:
                 layer.signs = None if signs is None else signs.to(self._loader.device)
             yield
             if not _in_backward():
-                _bring_back(unit.places, [own for _, own in here], tensors, versions)
+                _bring_back(here, tensors, versions)
         finally:
+            if versions != [tensor._version for tensor in tensors]:
+                self._loader.drop(self._number)
             for place, own in here:
                 place.put(own)
             for layer, sketch, signs in sketches:
                 layer.sketch, layer.signs = sketch, signs
 
 
-def _bring_back(places: list[Place], own: list[Tensor], there: list[Tensor], versions: list[int]) -> None:
-    """Copy buffers that the forward has changed, such as running means, to the host."""
-    for place, here, tensor, version in zip(places, own, there, versions, strict=False):
-        if place.kind == "_buffers" and tensor._version != version:
-            with torch.no_grad():
-                here.copy_(tensor)
+@torch.no_grad()
+def _bring_back(here: list[tuple[Place, Tensor]], there: list[Tensor], versions: list[int]) -> None:
+    """Copy the buffers of modules that have changed or replaced one to the host: batch norm does not count all."""
+    known = zip(here, there, versions, strict=False)
+    changed = {place.module for (place, _), tensor, version in known if tensor._version != version}
+    for (place, own), tensor in zip(here, there, strict=False):
+        now = place.get()
+        if place.kind == "_buffers" and (place.module in changed or now is not tensor):
+            own.copy_(now)
 
 
 def _shape_of(tensor: Tensor, device: torch.device) -> Tensor:
