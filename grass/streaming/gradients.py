@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +53,10 @@ class Gradients:
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
+            last = partial(self.finish)
+            weakref.finalize(last, self._settle).atexit = False  # autograd drops it also where backward fails
             engine: Any = torch.autograd.Variable._execution_engine  # untyped in torch
-            engine.queue_callback(self.finish)
+            engine.queue_callback(last)
         mark = self._link.mark()
         grad = grad.detach()
 
@@ -73,6 +78,10 @@ class Gradients:
         for task in going:
             self._executor.wait(task)
 
+    def _settle(self) -> None:
+        with suppress(RuntimeError):  # the next use of the executor raises it
+            self.finish()
+
 
 class _Arrive(torch.autograd.Function):
     """A parameter's values on the device; backward sends the gradient to the host."""
@@ -84,7 +93,22 @@ class _Arrive(torch.autograd.Function):
         return there.view_as(there)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        """Send the gradient; autograd itself gets none."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        """Send the gradient. Autograd gets it only where more than ``parameter.grad`` depends on it."""
+        if _is_for_autograd(ctx):
+            return grad.to(ctx.parameter.device), None, None
         ctx.gradients.send(ctx.parameter, grad)
         return None, None, None
+
+
+def _is_for_autograd(ctx: Any) -> bool:
+    """Whether the parameter has hooks, or the gradient is for ``create_graph=True`` or ``torch.autograd.grad``."""
+    parameter = ctx.parameter
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or torch.is_grad_enabled():
+        return True
+    ((accumulate, _), *_) = ctx.next_functions
+    try:
+        torch._C._will_engine_execute_node(accumulate)
+    except RuntimeError:  # torch raises it for leaves that torch.autograd.grad was asked for
+        return True
+    return False
