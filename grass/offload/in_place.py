@@ -83,8 +83,10 @@ class InPlace(Replica):
         """Nothing is on its way."""
 
     def arrive(self) -> None:
-        """Note the parameter as it is after the step."""
-        self._version = self._stamp()
+        """Note the parameter as it is after the step, unless a cast has moved its values since."""
+        now = self._stamp()
+        if now[1] == self._version[1]:
+            self._version = now
 
     @staticmethod
     def mark(parameter: Tensor) -> None:

@@ -99,6 +99,13 @@ class Loader:
         """Let go of a unit, because its values on the device are no longer those of the host."""
         self._held.pop(number, None)
 
+    def rest(self) -> None:
+        """Wait until nothing reads the host's tensors, which are about to be replaced. Let go of all units."""
+        self._executor.drain()
+        self.clear()
+        for unit in self._units:
+            unit.wait()
+
     def clear(self) -> None:
         """Let go of all units. Their memory is free when nothing computes with them any more."""
         self._held.clear()

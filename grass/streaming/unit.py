@@ -45,12 +45,18 @@ class Streamed(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Streamed:
         """Casts change the unit; it stays on the host."""
+        if self._visits is not None:
+            self._visits.rest()
         super()._apply(staying(fn), recurse)  # type: ignore[no-untyped-call]
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {key: value for key, value in vars(self).items() if key not in ("_visits", "_computing")}
-        return copyreg.__newobj__, (plain_class(type(self)),), state  # type: ignore[attr-defined]
+        kind: Any = plain_class(type(self))
+        plain = kind.__new__(kind)
+        vars(plain).update({key: value for key, value in vars(self).items() if key not in ("_visits", "_computing")})
+        how, _, *state = plain.__reduce_ex__(protocol)
+        new: Any = copyreg  # untyped
+        return (new._reconstructor, (kind, object, None), *state) if how is new.__newobj__ else (how, _, *state)
 
 
 def plain_class(streamed: type) -> type:
@@ -81,6 +87,10 @@ class Visits:
     ) -> None:
         self._number, self._unit, self._loader = number, unit, loader
         self._gradients, self._boundaries = gradients, boundaries
+
+    def rest(self) -> None:
+        """Let nothing read or change tensors of units."""
+        self._loader.rest()
 
     @torch.compiler.disable(recursive=False, reason="the unit's tensors come from the host")  # type: ignore[untyped-decorator, no-untyped-call]
     def run(self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
