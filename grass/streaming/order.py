@@ -25,7 +25,9 @@ class Use(NamedTuple):
 
 
 class Order:
-    """What followed on each use the last time. Before that is known: forward through the units, back, and again.
+    """What followed on each use the last time.
+
+    Before that is known: forward through the units, back, and again; inference through the units, and again.
 
     Args:
         count: the number of units.
@@ -52,15 +54,13 @@ class Order:
         yield use.unit, stepped
         for _ in range(4 * self._count):  # a forward, a backward, and the forward after them
             following = self._following(use)
-            if following is None:
-                return
             stepped = stepped or use.ends_a_batch(following)
             use = following
             if use.unit not in seen:
                 seen.add(use.unit)
                 yield use.unit, stepped
 
-    def _following(self, use: Use) -> Use | None:
+    def _following(self, use: Use) -> Use:
         known = self._followers.get(use)
         if known is not None:
             return known
@@ -69,4 +69,4 @@ class Order:
             return Use(use.unit - 1, BACKWARD) if use.unit else Use(0, FORWARD)
         if use.unit < last:
             return Use(use.unit + 1, use.kind)
-        return Use(last, BACKWARD) if use.kind == FORWARD else None
+        return Use(last, BACKWARD) if use.kind == FORWARD else Use(0, INFERENCE)

@@ -19,9 +19,6 @@ from grass.streaming.host import HostUnit, Place, staying
 from grass.streaming.loader import Loader
 from grass.streaming.order import BACKWARD, FORWARD, INFERENCE
 
-CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Arguments that a forward writes to: it runs twice when there are gradients, so they are dropped there."""
-
 
 class Streamed(nn.Module):
     """What the class of a unit gets from :func:`grass.stream`, before the unit's own class.
@@ -103,7 +100,9 @@ class Visits:
             return self._compute(own, args, kwargs)
         if getattr(module, "gradient_checkpointing", False) and module.training:  # transformers does the same
             return self._compute(own, args, kwargs)
-        kwargs = {key: None if key in CACHES else value for key, value in kwargs.items()}
+        if not getattr(module, "_can_checkpoint_with_cache", False):
+            args = [_without_cache(value) for value in args]
+            kwargs = {key: _without_cache(value) for key, value in kwargs.items()}
         anchor = torch.empty(0, device=self._loader.device)  # by it checkpoint knows whose random state to keep
         return checkpoint(self._computation(own, args, kwargs), anchor, use_reentrant=False)
 
@@ -170,6 +169,22 @@ def _bring_back(here: list[tuple[Place, Tensor]], there: list[Tensor], versions:
         now = place.get()
         if place.kind == "_buffers" and (place.module in changed or now is not tensor):
             own.copy_(now)
+
+
+def _without_cache(value: Any) -> Any:
+    """``None`` for a cache of keys and values, which a forward that runs twice would write to twice.
+
+    Raises:
+        ValueError: it has values already.
+    """
+    if not hasattr(value, "get_seq_length"):
+        return value
+    if value.get_seq_length():
+        raise ValueError(
+            "A streamed unit computes its forward twice when there are gradients, and so takes no cache that holds "
+            f"{value.get_seq_length()} tokens"
+        )
+    return None
 
 
 def _shape_of(tensor: Tensor, device: torch.device) -> Tensor:
