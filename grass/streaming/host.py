@@ -95,6 +95,7 @@ class HostUnit:
         self.active = [place for place in every if id(place.get()) in rows]
         numbers = {(id(place.module), place.name): number for number, place in enumerate(self.places)}
         self._weights = {numbers[id(layer), "weight"]: i for i, layer in enumerate(self.layers)}
+        self._parameters = _count(module)
 
     def trained(self) -> Iterator[nn.Parameter]:
         """The parameters that travel or are stood in for."""
@@ -125,6 +126,14 @@ class HostUnit:
         """Make weights and active rows agree where one was changed by hand."""
         for layer in self.layers:
             layer.sync(probe=probe)
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if parameters were added or removed."""
+        if (now := _count(self.module)) != self._parameters:
+            raise RuntimeError(
+                f"The unit {self.name!r} had {self._parameters} parameters at grass.stream() and has {now} now: "
+                "call what changes modules, such as grass.compact(), before"
+            )
 
     def version(self, steps: int) -> Version:
         """What the tensors are now, after so many steps of optimizers."""
@@ -208,6 +217,10 @@ def _places(module: nn.Module) -> Iterator[Place]:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     yield Place(part, kind, name)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p is not None for part in module.modules() for p in part._parameters.values())
 
 
 def _views(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -81,6 +81,7 @@ class Loader:
             probe: whether to look for weights that were changed past PyTorch's versions.
         """
         use, unit = Use(number, kind), self._units[number]
+        unit.check()
         self._order.note(use)
         wanted = self._wanted(use)
         for other in self._held.keys() - {number for number, _ in wanted}:
