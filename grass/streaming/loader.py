@@ -92,6 +92,7 @@ class Loader:
                 self._bring(other)
         unit.wait()
         unit.sync(probe=probe)
+        self._wait(number)
         self._bring(number)  # again if something has changed it meanwhile
         self._wait(number)
         return self._held[number].tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -106,6 +107,8 @@ class Stream:
 
     def close(self) -> None:
         """Make the units ordinary modules again. They stay on the host."""
+        with suppress(RuntimeError):  # a copy has failed before
+            self._loader.rest()
         self._loader.clear()
         for unit in self.units:
             unit.wait()

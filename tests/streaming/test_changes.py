@@ -1,0 +1,49 @@
+"""Values that change while a copy of them is on its way to the device."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grass.offload.executor import Executor
+from grass.offload.link import Link
+from grass.offload.tasks import Task
+from grass.streaming.host import HostUnit
+from grass.streaming.loader import Loader
+from grass.streaming.order import FORWARD
+
+LIMIT = 600.0
+"""Seconds after which a test hangs."""
+
+
+def test_a_weight_changed_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was copied before the change is not used."""
+    units = [HostUnit(str(i), nn.Linear(3, 2), set()) for i in range(4)]
+    weight: Any = units[1].module.weight
+    copied, waited = threading.Event(), threading.Event()
+    up, wait = Link.up, Executor.wait
+
+    def slow(link: Link, source: Tensor, out: Tensor, after: Any = None) -> None:
+        up(link, source, out, after)
+        if source.data_ptr() == weight.data_ptr():
+            copied.set()
+            assert waited.wait(LIMIT)
+
+    def waiting(executor: Executor, task: Task, timeout: float | None = None) -> None:
+        if copied.is_set():
+            waited.set()
+        wait(executor, task, timeout)
+
+    monkeypatch.setattr(Link, "up", slow)
+    monkeypatch.setattr(Executor, "wait", waiting)
+    loader = Loader(units, Link("cpu"), Executor(("up",)), cache=0)
+    loader.use(0, FORWARD, probe=False)  # unit 1 begins to come
+    assert copied.wait(LIMIT)
+    with torch.no_grad():
+        weight.add_(1)
+    there = loader.use(1, FORWARD, probe=False)
+    assert torch.equal(there[0], weight)
