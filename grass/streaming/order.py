@@ -39,8 +39,8 @@ class Order:
         self._last: Use | None = None
 
     def note(self, use: Use) -> None:
-        """Record a use."""
-        if self._last is not None:
+        """Record a use. Several of one kind in a row count as one."""
+        if self._last is not None and self._last != use:
             self._followers[self._last] = use
         self._last = use
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +15,7 @@ from grass.streaming.boundary import Boundaries
 from grass.streaming.gradients import Gradients
 from grass.streaming.host import HostUnit
 from grass.streaming.loader import AHEAD, Counts, Loader
+from grass.streaming.turns import Turns
 from grass.streaming.unit import Streamed, Visits, plain_class, streamed_class
 from grass.streaming.units import find_units
 
@@ -77,16 +78,16 @@ def stream(
     if cache == "auto":
         cache = int(SPARE * torch.cuda.mem_get_info(link.device)[0]) if link.device.type == "cuda" else 0
     assert isinstance(cache, int)
-    loader, gradients = Loader(hosts, link, executor, cache), Gradients(link, executor)
+    loader, gradients, turns = Loader(hosts, link, executor, cache), Gradients(link, executor), Turns()
     boundaries = Boundaries(link, executor) if offload_activations else None
     for number, unit in enumerate(hosts):
         if link.device.type == "cuda":
             unit.pin()
         unit.mark()
         module: Any = unit.module
-        module._visits = Visits(number, unit, loader, gradients, boundaries)
+        module._visits = Visits(number, unit, loader, gradients, boundaries, turns)
         module.__class__ = streamed_class(type(module))  # type: ignore[arg-type]  # mypy: type[Any] is no Hashable
-    return Stream(hosts, loader)
+    return Stream(hosts, loader, turns)
 
 
 class Stream:
@@ -97,8 +98,31 @@ class Stream:
         counts: loads, bytes and seconds so far (:class:`grass.streaming.loader.Counts`).
     """
 
-    def __init__(self, units: list[HostUnit], loader: Loader) -> None:
-        self.units, self._loader = units, loader
+    def __init__(self, units: list[HostUnit], loader: Loader, turns: Turns) -> None:
+        self.units, self._loader, self._turns = units, loader, turns
+
+    def step(self, microbatches: Sequence[Any], loss_fn: Callable[[Any], Tensor]) -> Tensor:
+        """Forward and backward of several micro-batches, all of them through one unit before the next one comes.
+
+        Units are copied as often as for one micro-batch. Gradients add up as those of
+        ``for batch in microbatches: loss_fn(batch).backward()``, bit for bit, where nothing is drawn at random: dropout
+        draws in another order. Then call ``optimizer.step()``.
+
+        Args:
+            microbatches: what ``loss_fn`` takes. Their inputs to units are kept at the same time.
+            loss_fn: runs the model on one of them and returns its share of the loss, such as the sum over its tokens
+                divided by the tokens of all. It runs in a thread of its own; only one runs at a time.
+
+        Returns:
+            The sum of the losses, detached.
+
+        Raises:
+            ValueError: there are no micro-batches.
+        """
+        if not len(microbatches):
+            raise ValueError(f"Invalid {microbatches=}: must be at least one")
+        losses = self._turns.run(microbatches, loss_fn, self._loader.device)
+        return torch.stack(losses).sum()
 
     @property
     def counts(self) -> Counts:

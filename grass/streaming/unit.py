@@ -18,6 +18,7 @@ from grass.streaming.gradients import Gradients
 from grass.streaming.host import HostUnit, Place, staying
 from grass.streaming.loader import Loader
 from grass.streaming.order import BACKWARD, FORWARD, INFERENCE
+from grass.streaming.turns import Turns
 
 
 class Streamed(nn.Module):
@@ -77,13 +78,20 @@ class Visits:
         loader: brings the unit's tensors.
         gradients: takes gradients to the host.
         boundaries: takes the unit's inputs to the host; ``None`` leaves them on the device.
+        turns: of micro-batches that pass through the model together.
     """
 
     def __init__(
-        self, number: int, unit: HostUnit, loader: Loader, gradients: Gradients, boundaries: Boundaries | None
+        self,
+        number: int,
+        unit: HostUnit,
+        loader: Loader,
+        gradients: Gradients,
+        boundaries: Boundaries | None,
+        turns: Turns,
     ) -> None:
         self._number, self._unit, self._loader = number, unit, loader
-        self._gradients, self._boundaries = gradients, boundaries
+        self._gradients, self._boundaries, self._turns = gradients, boundaries, turns
 
     def rest(self) -> None:
         """Let nothing read or change tensors of units."""
@@ -104,7 +112,9 @@ class Visits:
             args = [_without_cache(value) for value in args]
             kwargs = {key: _without_cache(value) for key, value in kwargs.items()}
         anchor = torch.empty(0, device=self._loader.device)  # by it checkpoint knows whose random state to keep
-        return checkpoint(self._computation(own, args, kwargs), anchor, use_reentrant=False)
+        self._turns.pass_on()
+        out = checkpoint(self._computation(own, args, kwargs), anchor, use_reentrant=False)
+        return self._turns.at_backward(out)
 
     def _computation(self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[[Tensor], Any]:
         """The computation with these inputs. Activations among them may go to the host until it runs again."""

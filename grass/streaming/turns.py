@@ -1,0 +1,148 @@
+"""Micro-batches that pass through a streamed model together: all of them through one unit before the next unit comes.
+
+Each micro-batch has a thread of its own, with its forward and backward. One thread runs at a time. It passes its turn
+on when it comes to a unit, in forward and in backward. So a unit that was loaded serves all of them. Gradients add up
+in the order of the micro-batches, as they do when these come one after another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Loss = Callable[[Any], Tensor]
+
+
+class Turns:
+    """Whose turn it is. Without micro-batches on their way, :meth:`pass_on` does nothing."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[threading.Thread] = []
+        self._fault: BaseException | None = None
+
+    def run(self, batches: Sequence[Any], loss_of: Loss, device: torch.device) -> list[Tensor]:
+        """Run forward and backward of all micro-batches; returns their losses, detached.
+
+        Raises:
+            BaseException: what the first micro-batch that failed has raised. The others stop at their next unit.
+        """
+        losses: list[Tensor] = [torch.empty(0)] * len(batches)
+        surroundings = _Surroundings(device)
+
+        def work(number: int) -> None:
+            try:
+                with surroundings.again():
+                    self._wait()
+                    loss = loss_of(batches[number])
+                    losses[number] = loss.detach()
+                    loss.backward()  # type: ignore[no-untyped-call]
+            except BaseException as error:
+                self._fail(error)
+            finally:
+                self._leave()
+
+        self._fault = None
+        self._waiting = [
+            threading.Thread(target=work, args=(i,), name=f"grass-micro-batch-{i}", daemon=True)
+            for i in range(len(batches))
+        ]
+        threads = list(self._waiting)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._fault is not None:
+            raise self._fault
+        return losses
+
+    def pass_on(self) -> None:
+        """Let the next micro-batch run, and wait for the next turn."""
+        if threading.current_thread() not in self._waiting:
+            return
+        with self._changed:
+            self._waiting.append(self._waiting.pop(0))
+            self._changed.notify_all()
+        self._wait()
+
+    def at_backward(self, outputs: Any) -> Any:
+        """A unit's outputs, whose backward begins with :meth:`pass_on`."""
+        if threading.current_thread() not in self._waiting:
+            return outputs
+        return _first_passes_on(outputs, self)
+
+    def _wait(self) -> None:
+        me = threading.current_thread()
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting[0] is me or self._fault is not None)
+            if self._fault is not None:
+                raise _Stopped("Another micro-batch has failed")
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._waiting.remove(threading.current_thread())
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if self._fault is None:
+                self._fault = error
+            self._changed.notify_all()
+
+
+class _Stopped(RuntimeError):
+    """Ends the thread of a micro-batch."""
+
+
+class _Surroundings:
+    """What a thread takes over from the one that starts it: autocast, the device's stream, one thread for backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._autocast = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
+        }
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def again(self) -> ExitStack:
+        """The same in another thread."""
+        stack = ExitStack()
+        if self._stream is not None:
+            stack.enter_context(torch.cuda.device(self._device))
+            stack.enter_context(torch.cuda.stream(self._stream))
+        for kind, (enabled, dtype) in self._autocast.items():
+            stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
+        # backward of a GPU's nodes runs in this thread, which may wait, and not in one that all share
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        return stack
+
+
+def _first_passes_on(outputs: Any, turns: Turns) -> Any:
+    """The outputs, the first of which that has a gradient passes the turn on in backward."""
+    leaves, tree = torch.utils._pytree.tree_flatten(outputs)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaves[i] = _PassOn.apply(leaf, turns)  # type: ignore[no-untyped-call]
+            break
+    return torch.utils._pytree.tree_unflatten(leaves, tree)
+
+
+class _PassOn(torch.autograd.Function):
+    """The same values; backward waits for its turn."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, turns: Turns) -> Tensor:
+        """The values."""
+        ctx.turns = turns
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Pass the turn on, then the gradient."""
+        ctx.turns.pass_on()
+        return grad, None
