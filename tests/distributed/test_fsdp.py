@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from grass import GrassAdamW, compact
 from grass.distributed import shard_placement_fn
@@ -50,7 +50,7 @@ def sharded(
     **options: Any,
 ) -> tuple[Network, GrassAdamW]:
     """A converted network, sharded layer by layer, and its optimizer."""
-    keys = ("mesh", "mp_policy", "reshard_after_forward")
+    keys = ("mesh", "mp_policy", "reshard_after_forward", "offload_policy")
     layout = {key: options.pop(key) for key in keys if key in options}
     model = Network(dtype, seed=seed)
     compact(model, rank=3, explore=explore, dim=dim, dtype=active)
@@ -105,6 +105,20 @@ def test_hybrid_sharding() -> None:
     train(model, optimizer, joint_batches())
     for ours in run_world(hybrid, 4):
         assert_close(ours, weights(model))
+
+
+def offloaded(rank: int) -> tuple[dict[str, Tensor], list[list[int]]]:
+    model, optimizer = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False), **RULES[3])
+    train_jointly(model, optimizer, joint_batches())
+    return weights_of(model.state_dict()), selections(model)
+
+
+def test_units_streamed_by_fsdp() -> None:
+    """``CPUOffloadPolicy``: the engine beyond one device's ``grass.stream``."""
+    model, optimizer = converted(torch.float64, **RULES[3])
+    train(model, optimizer, joint_batches())
+    for ours in run_world(offloaded, 2):
+        assert_trained_alike([ours], [(weights(model), selections(model))])
 
 
 def mixed(rank: int) -> tuple[dict[str, Tensor], str]:
