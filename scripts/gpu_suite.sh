@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command and under ten minutes on an H200:
 #
-#     scripts/gpu_suite.sh            # all tests marked `gpu`, all kernel benchmarks, 1b training steps, offload, 13b in 24 GB
+#     scripts/gpu_suite.sh            # all tests marked `gpu`, all kernel benchmarks, 1b training steps, offload, streaming, 13b in 24 GB
 #     scripts/gpu_suite.sh --smoke    # the same scripts, tiny, in Triton's interpreter on the CPU
 #
 # CSVs go to ${OUT:-benchmarks/gpu}, each with GPU, torch, triton and commit. Needs a Python ($PYTHON, python3) with torch,
@@ -58,6 +58,7 @@ else
 fi
 run train_step 240 "$python" scripts/bench/gpu_train_step.py --out "$out" ${smoke[@]+"${smoke[@]}"}
 run offload 150 "$python" scripts/bench/gpu_offload.py --out "$out" ${smoke[@]+"${smoke[@]}"}
+run streaming 150 "$python" scripts/bench/gpu_streaming.py --out "$out" ${smoke[@]+"${smoke[@]}"}
 run capped_training 300 "$python" scripts/bench/capped_training.py --out "$out" ${smoke[@]+"${smoke[@]}"}
 
 if [ ${#failed[@]} -gt 0 ]; then

@@ -46,10 +46,16 @@ class Staging:
             target.copy_(self._down[i % SLOTS][: target.numel()])
 
     def up(self, source: Tensor, out: Tensor, after: torch.cuda.Event | None) -> None:
-        """Copy bytes, ``(n,)`` to ``(n,)``: each piece into a free pinned buffer, from there to ``out``."""
+        """Copy bytes, ``(n,)`` to ``(n,)``: each piece into a free pinned buffer, from there to ``out``.
+
+        A source that is pinned itself is copied at once.
+        """
         events: list[torch.cuda.Event] = []
         if after is not None:
             self._up_stream.wait_event(after)
+        if source.is_pinned():
+            _start(self._up_stream, source, out).synchronize()
+            return
         pieces = zip(torch.split(source, self._size), torch.split(out, self._size), strict=True)
         for i, (piece, target) in enumerate(pieces):
             if i >= SLOTS:
