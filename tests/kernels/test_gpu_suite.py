@@ -20,7 +20,7 @@ KERNELS = [
     "compact_grad",
     "row_sketch",
 ]
-WHOLE_STEPS = ["train_step", "capped_training", "offload", "offload_machine"]
+WHOLE_STEPS = ["train_step", "capped_training", "offload", "offload_machine", "streaming"]
 """What else the suite measures."""
 SUPPORT = ["__init__", "arithmetic", "dispatch", "language", "layout", "moment_codes", "random_bits"]
 """Files beside the kernels: torch's arithmetic, dispatch, and what several kernels share."""
@@ -40,10 +40,12 @@ def test_smoke(tmp_path) -> None:
         assert (rows.commit == "abc").all()
         if path.stem in KERNELS:
             assert (rows.of_ceiling > 0).all()
+    for name in ("offload", "streaming"):
+        contest = pd.read_csv(tmp_path / f"{name}.csv", index_col="contestant")
+        ours = contest.index.str.contains("rass")
+        assert (contest.step_ms[ours] > 0).all()
+        assert (contest.note[~ours] == "needs CUDA").all()
     offload = pd.read_csv(tmp_path / "offload.csv", index_col="contestant")
-    ours = offload.index.str.contains("rass")
-    assert (offload.step_ms[ours] > 0).all()
-    assert (offload.note[~ours] == "needs CUDA").all()
     assert not offload.clipped["AdamW, torchao CPUOffloadOptimizer"]
     assert (pd.read_csv(tmp_path / "offload_machine.csv").host_rate > 0).all()
 
@@ -57,7 +59,7 @@ def test_every_kernel_has_its_benchmark() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["kernels/row_norms.py", "gpu_train_step.py", "gpu_offload.py"])
+@pytest.mark.parametrize("script", ["kernels/row_norms.py", "gpu_train_step.py", "gpu_offload.py", "gpu_streaming.py"])
 def test_says_that_there_is_no_gpu(script) -> None:
     command = [sys.executable, str(ROOT / "scripts/bench" / script)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
