@@ -50,6 +50,15 @@ def test_casts(cast: Callable[[nn.Module], nn.Module], cache: int) -> None:
     assert isinstance(streamed.blocks[0], type(resident.blocks[0]))
 
 
+def test_bytes_after_a_cast() -> None:
+    model = Network()
+    handle = grass.stream(model, device="cpu")
+    model.double()
+    model(IDS)
+    assert handle.counts.bytes == handle.counts.loads * handle.units[0].nbytes
+    assert handle.units[0].nbytes == 8 * sum(p.numel() for p in model.blocks[0].parameters())
+
+
 def test_a_cast_while_units_come() -> None:
     """The units that come for the next forward were begun in the old precision."""
     model = Network(6)

@@ -144,3 +144,15 @@ def test_two_forwards_before_backward(join: Order) -> None:
     for model in (resident, streamed):
         join(loss(model), model(IDS.flip(1)).mean()).backward()
     assert_same_gradients(resident, streamed)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_backward_that_keeps_its_graph() -> None:
+    """The gradients of the parameters are functions of them."""
+    resident, streamed = pair()
+    results = []
+    for model in (resident, streamed):
+        loss(model).backward(create_graph=True)
+        norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum()
+        results.append(torch.autograd.grad(norm, some(model)))
+    assert same(*results)
