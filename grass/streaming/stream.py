@@ -142,6 +142,10 @@ class Stream:
                 vars(module).pop(name, None)
             unit.unmark()
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copied model is not streamed: the handle that it holds becomes ``None``."""
+        return type(None), ()
+
     def __repr__(self) -> str:
         counts, size = self.counts, sum(unit.nbytes for unit in self.units)
         return (

@@ -58,7 +58,7 @@ def running() -> tuple[Any, GrassAdamW]:
     model = network("llama")
     grass.compact(model, rank=4)
     optimizer = GrassAdamW(model, lr=1e-2, offload="cpu", update_interval=3)
-    grass.stream(model, device="cpu")
+    model.handle = grass.stream(model, device="cpu")
     train(model, optimizer, 3)
     return model, optimizer
 
@@ -134,6 +134,7 @@ def test_copies_are_ordinary(copied: Callable[[Any], Any]) -> None:
     assert same(twin.state_dict(), expected.state_dict())
     assert [type(part) for part in twin.modules()] == [type(part) for part in expected.modules()]
     assert no_streamed_class(twin)
+    assert twin.handle is None
     ours = train(model, optimizer, 2, 3)
     losses = train(twin, GrassAdamW(twin, lr=1e-2), 2, 3)
     assert losses[0] == ours[0]
