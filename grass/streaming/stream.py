@@ -49,8 +49,8 @@ def stream(
         model: a module on the CPU. Call :func:`grass.compact` before.
         device: where the units compute.
         cache: bytes of units that stay on the device, beside those that are on their way. ``"auto"``: half of the
-            memory that is free now. Only units that do not change save a copy: between the two uses in a step, over the
-            micro-batches of a step, and in inference.
+            memory that is free now. Of their converted weights only the rows come again that a step has written; other
+            parameters come again after each step.
         units: names of modules, or of lists of modules whose items are units. Default: the outermost lists that hold
             at least an eighth of the parameters each.
         offload_activations: keep the inputs of units on the host between forward and backward.
