@@ -2,71 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.sync import Written
-from grass.kernels.layout import is_dense
 from grass.offload.in_place import InPlace
 from grass.offload.replicas import stamp_of
+from grass.streaming.places import outgoing, places_of
+from grass.streaming.versions import Change, Version
 
 ALIGNMENT = 512
 """Bytes that the place of a tensor on the device is a multiple of."""
-
-
-class Place(NamedTuple):
-    """Where a module has a tensor.
-
-    Attributes:
-        module: the module.
-        kind: ``"_parameters"`` or ``"_buffers"``.
-        name: of the tensor in it.
-    """
-
-    module: nn.Module
-    kind: str
-    name: str
-
-    def get(self) -> Tensor:
-        """The tensor."""
-        tensor: Tensor = vars(self.module)[self.kind][self.name]
-        return tensor
-
-    def put(self, tensor: Tensor) -> None:
-        """Another tensor in its place, past ``nn.Module``'s checks."""
-        vars(self.module)[self.kind][self.name] = tensor
-
-
-class Version(NamedTuple):
-    """What a unit's tensors were at a time.
-
-    Attributes:
-        steps: how often optimizers had stepped. A fused optimizer does not count its changes in a tensor's version.
-        stamps: of the tensors that travel; they differ after any other change that PyTorch can see.
-        written: of each converted layer how often a step had written rows into its weight.
-    """
-
-    steps: int
-    stamps: list[tuple[int, int]]
-    written: list[int]
-
-
-class Change(NamedTuple):
-    """How a tensor differs from an earlier version.
-
-    Attributes:
-        number: of the tensor among those that travel.
-        rows: the rows that differ; ``None``: perhaps all.
-        layer: the converted layer whose weight it is, if only rows differ.
-    """
-
-    number: int
-    rows: Tensor | None = None
-    layer: CompactLayer | None = None
 
 
 class HostUnit:
@@ -90,7 +39,7 @@ class HostUnit:
         self.name, self.module = name, module
         self.layers = [part for part in module.modules() if isinstance(part, CompactLayer)]
         rows = {id(layer.active) for layer in self.layers}
-        every = [place for place in _places(module) if id(place.get()) not in resident]
+        every = [place for place in places_of(module) if id(place.get()) not in resident]
         self.places = [place for place in every if id(place.get()) not in rows]
         self.active = [place for place in every if id(place.get()) in rows]
         numbers = {(id(place.module), place.name): number for number, place in enumerate(self.places)}
@@ -190,33 +139,6 @@ class HostUnit:
 
     def _travelling(self) -> list[Tensor]:
         return [place.get() for place in self.places]
-
-
-def outgoing(tensor: Tensor) -> Tensor:
-    """The values of a tensor without gaps between them."""
-    tensor = tensor.detach()
-    return tensor if is_dense(tensor) else tensor.contiguous()
-
-
-def staying(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A change of tensors, such as a cast, that leaves them on their device."""
-
-    def change(tensor: Tensor) -> Tensor:
-        changed = fn(tensor)
-        if changed.device == tensor.device:
-            return changed
-        return tensor if changed.dtype == tensor.dtype else changed.to(tensor.device)
-
-    return change
-
-
-def _places(module: nn.Module) -> Iterator[Place]:
-    for part in module.modules():
-        for kind in ("_parameters", "_buffers"):
-            tensors: dict[str, Any] = vars(part)[kind]
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    yield Place(part, kind, name)
 
 
 def _count(module: nn.Module) -> int:

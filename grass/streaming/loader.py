@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from grass.offload.executor import Executor
 from grass.offload.link import Link
 from grass.streaming.host import HostUnit
-from grass.streaming.order import Order, Use
+from grass.streaming.order import BACKWARD, INFERENCE, Order, Use
 from grass.streaming.visitor import Visitor
 
 AHEAD = 2
@@ -63,7 +63,7 @@ class Loader:
         self._units, self._link, self._executor, self._cache = units, link, executor, cache
         self._order = Order(len(units))
         self._held: dict[int, Visitor] = {}
-        self._bytes = [unit.nbytes for unit in units]
+        self._infers = False
         self._steps = Steps()
         self.counts = Counts()
 
@@ -82,6 +82,11 @@ class Loader:
         """
         use, unit = Use(number, kind), self._units[number]
         unit.check()
+        if (
+            kind != BACKWARD and (kind == INFERENCE) != self._infers
+        ):  # evaluation may be of weights that were put there through .data
+            self._infers = kind == INFERENCE
+            self.clear()
         self._order.note(use)
         wanted = self._wanted(use)
         for other in self._held.keys() - {number for number, _ in wanted}:
@@ -117,7 +122,7 @@ class Loader:
         wanted, room = [], self._cache
         for place, (unit, stepped) in enumerate(self._order.ahead(use)):
             if place > AHEAD:
-                room -= self._bytes[unit]
+                room -= self._units[unit].nbytes
                 if room < 0:
                     break
             wanted.append((unit, stepped))

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from grass.streaming.boundary import Boundaries, Boundary
 from grass.streaming.gradients import Gradients
-from grass.streaming.host import HostUnit, Place, staying
+from grass.streaming.host import HostUnit
 from grass.streaming.loader import Loader
 from grass.streaming.order import BACKWARD, FORWARD, INFERENCE
+from grass.streaming.places import Place, staying
 from grass.streaming.turns import Turns
 
 
@@ -107,6 +108,8 @@ class Visits:
         if not torch.is_grad_enabled() or _in_backward():
             return self._compute(own, args, kwargs)
         if getattr(module, "gradient_checkpointing", False) and module.training:  # transformers does the same
+            if self._boundaries is not None:
+                raise ValueError("offload_activations=True needs gradient_checkpointing_disable(): it is done here")
             return self._compute(own, args, kwargs)
         if not getattr(module, "_can_checkpoint_with_cache", False):
             args = [_without_cache(value) for value in args]

@@ -11,7 +11,9 @@ from torch import Tensor
 from grass.offload.link import Link
 from grass.offload.tasks import Task
 from grass.selection.projector import Projector
-from grass.streaming.host import Change, HostUnit, Version, outgoing
+from grass.streaming.host import HostUnit
+from grass.streaming.places import outgoing
+from grass.streaming.versions import Change, Version
 
 if TYPE_CHECKING:
     from grass.streaming.loader import Counts, Steps

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import grass
 from grass.offload.executor import Executor
 from grass.offload.link import Link
 from grass.offload.tasks import Task
 from grass.streaming.host import HostUnit
 from grass.streaming.loader import Loader
 from grass.streaming.order import FORWARD
+from tests.streaming.models import Network
 
 LIMIT = 600.0
 """Seconds after which a test hangs."""
@@ -47,3 +49,21 @@ def test_a_weight_changed_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) ->
         weight.add_(1)
     there = loader.use(1, FORWARD, probe=False)
     assert torch.equal(there[0], weight)
+
+
+def test_other_weights_for_an_evaluation() -> None:
+    """Averages that are put into ``.data`` for an evaluation, and taken out again: no version shows it."""
+    torch.manual_seed(0)
+    model: Any = Network(4, dropout=0.0)
+    grass.stream(model, "cpu", cache=1 << 30)
+    ids, weight = torch.arange(8).view(1, 8), model.blocks[1].up.weight
+
+    def evaluated() -> float:
+        with torch.no_grad():
+            return float(model(ids).sum())
+
+    before, own = model(ids).sum(), weight.detach().clone()
+    weight.data.mul_(3)
+    assert evaluated() != before.item()
+    weight.data.copy_(own)
+    assert model(ids).sum().item() == before.item()

@@ -46,6 +46,15 @@ def test_checkpointing_by_the_user_is_not_done_twice(architecture: str, reentran
     assert 0 <= model.handle.counts.loads - plain.handle.counts.loads <= extra
 
 
+def test_checkpointing_by_the_user_keeps_inputs_on_the_device() -> None:
+    model, _ = build("llama", streamed=True, offload_activations=True)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+        model(input_ids=torch.arange(8).view(1, 8))
+    model.gradient_checkpointing_disable()
+    model(input_ids=torch.arange(8).view(1, 8))
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5", "megatron"])
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_a_cache_in_training(architecture: str, use_cache: bool) -> None:
