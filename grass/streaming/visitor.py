@@ -55,6 +55,8 @@ class Visitor:
             for change in changes:
                 counts.bytes += self._copy(change, mark)
             is_whole = len(changes) == len(unit.places) and all(change.rows is None for change in changes)
+            if self._link.device.type == "cpu":  # without streams, this thread may do the device's work
+                self.arrive()
             counts.loads += is_whole
             counts.updates += not is_whole
             counts.copying += time.perf_counter() - start

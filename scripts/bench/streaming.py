@@ -6,8 +6,9 @@
 The device is the CPU itself, with one thread for the model and one for the host's update. Converted layers have r = q =
 n/8. Every contestant clips and recomputes each unit's forward in backward, the resident ones too.
 
-``hidden`` rows: the link takes 0.8 times as long for the loads of a step as the resident model for the whole step.
-``link-bound`` rows: three times as long. ``of_link`` is the share of the step in which the link copies up.
+The rows of a regime have one link. Its rate is such that the uncached loads of a step take so many times as long as
+the resident model's whole step: ``fast`` 0.4, ``level`` 0.8, ``slow`` 3 times. ``of_link`` is the share of the step in
+which the link copies up.
 ``predicted_ms`` is what the planner's tasks take with rates that were measured on the resident model and on the link's
 own rate.
 """
@@ -38,7 +39,7 @@ from grass.offload.rates import host_rate
 from grass.training.run.models import build_llama, enable_checkpointing
 
 RANK = 1 / 8
-REGIMES = {"hidden": 0.8, "link-bound": 3.0}
+REGIMES = {"fast": 0.4, "level": 0.8, "slow": 3.0}
 """Seconds of the link for the loads of a step, over those of the resident model's step."""
 STEPS = 3
 """Steps of a contestant before the next one's turn."""
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--csv", type=Path, default=Path("runs/streaming.csv"))
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from page_tables.markdown import table
 from page_tables.source import select
 
-LINKS = {"hidden": "the link takes 0.8 times as long as computing", "link-bound": "the link takes 3 times as long"}
+LINKS = {
+    "fast": "the link takes 0.4 times as long as computing",
+    "level": "the link takes 0.8 times as long",
+    "slow": "the link takes 3 times as long",
+}
 
 
 def streaming() -> str:
-    """Steps over two links, against the resident model and the link's own time."""
+    """Steps over three links, against the resident model and the link's own time."""
     header = ["", "step", "of the resident model's speed", "copies up", "of the link's time", "predicted step"]
     rows = []
     for regime, words in LINKS.items():
