@@ -92,8 +92,8 @@ class Loader:
         for other in self._held.keys() - {number for number, _ in wanted}:
             del self._held[other]
         self.counts.hits += number in self._held and self._is_current(number)
-        for other, stepped in wanted[: AHEAD + 1]:
-            if other == number or not stepped:
+        for other, stepped in wanted:
+            if not stepped:
                 self._bring(other)
         unit.wait()
         unit.sync(probe=probe)
