@@ -15,6 +15,11 @@ are trained on:
     python scripts/finetune.py instruct --model meta-llama/Llama-3.2-1B --dataset json \
         --data-files train=examples.json --out runs/own
 
+A model larger than the device, whose layers visit it one by one:
+
+    python scripts/finetune.py instruct --model mistralai/Mistral-7B-v0.3 --dataset tatsu-lab/alpaca --packed \
+        --dtype bfloat16 --compact --rank 256 --active-dtype float32 --offload --stream --lr 5e-5 --out runs/mistral
+
 Without a network, `--model tiny` makes a tokenizer and a small model on the spot, and the data are by default the
 docstrings of the Python standard library: which package is this one from? What does this function do?
 
@@ -67,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
         name = "grass" if args.method == "grass" else "adamw"
         optimizer = from_flags(OptimizerConfig, args, name=name)
         task = instruct(args) if args.kind == "instruct" else classify(args)
-        trainer = make_trainer(task, args.method, optimizer, arguments)
+        trainer = make_trainer(task, args.method, optimizer, arguments, streams=args.stream)
     except ValueError as error:
         parser.error(str(error))
     trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
@@ -135,6 +140,7 @@ def argument_parser() -> ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     add_data_flags(parser.add_argument_group("data").add_argument)
     add = parser.add_argument_group("method").add_argument
+    add("--stream", action="store_true", help="grass: layers stay on the host and visit the device one by one")
     add("--method", choices=METHODS, default="grass", help="what to train with; lora takes an integer rank")
     add_optimizer_flags(add)
     return parser

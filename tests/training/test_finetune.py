@@ -165,3 +165,17 @@ def test_offload_trains_as_without(tmp_path, files, capsys):
         held = capsys.readouterr().out.rpartition("state ")[2]
         assert held.startswith("0 bytes") == bool(flags)
     assert logs[0] == logs[1]
+
+
+def test_streamed_trains_as_checkpointed(tmp_path, files, capsys):
+    logs = []
+    for flags in (["--gradient-checkpointing"], ["--offload", "--stream"]):
+        log = finetune("classify", tmp_path / str(len(flags)), *files, *METHODS["compact"], *flags, steps=4)
+        logs.append(log["loss"].dropna().tolist())
+    assert logs[0] == logs[1]
+
+
+def test_streaming_is_refused_with_adamw(tmp_path, files, capsys):
+    with pytest.raises(SystemExit):
+        finetune("classify", tmp_path, *files, *METHODS["adamw"], "--stream")
+    assert "--stream is for --method grass" in capsys.readouterr().err

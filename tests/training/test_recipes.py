@@ -4,6 +4,7 @@ import os
 import re
 import runpy
 import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 from grass.memory import Architecture, Setting, parse_bytes, plan
-from grass.memory.llama import llama_config
+from grass.memory.llama import LlamaShape, llama_config
 from grass.training.run.flags import from_flags
 from grass.training.run.optimizers import OptimizerConfig
 from tests.training.runs import PRETRAIN
@@ -152,3 +153,48 @@ def test_the_recipes_are_there():
         "1b_8gb_offload_adamw",
     }
     assert names == resident | offloaded | {"30b_24gb", "70b_24gb"}
+
+
+FINETUNE = PRETRAIN.parent / "recipes/finetune_7b_8gb.sh"
+
+
+def test_finetuning_fits_the_gpu_of_its_name():
+    done = subprocess.run(
+        [str(FINETUNE)], env={**os.environ, "PYTHON": "echo"}, capture_output=True, text=True, check=True
+    )
+    script, *rest = done.stdout.split()
+    assert script == "scripts/finetune.py"
+    args, others = runpy.run_path(str(PRETRAIN.parent / "finetune.py"))["argument_parser"]().parse_known_args(rest)
+    batch = int(others[others.index("--per-device-train-batch-size") + 1])
+    shape = LlamaShape(4096, 14336, 32, 32, 8)  # of Mistral 7B
+    config = llama_config(shape, vocab_size=32_768, max_seq_len=args.max_length)
+    setting = Setting(
+        rank=args.rank,
+        active_dtype=getattr(torch, args.active_dtype),
+        dtype=getattr(torch, args.dtype),
+        batch_size=batch,
+        seq_len=args.max_length,
+        chunk_tokens=0,
+        offload=args.offload,
+        stream=args.stream,
+        host_activations=True,
+    )
+    planned = plan("Grass", Architecture.from_config(config), setting)
+    assert planned.total <= parse_bytes("8gb")
+    expected = f"# Planned: {planned.total / 1e9:.1f} GB on the device, {planned.on_host / 1e9:.1f} GB on the host.\n"
+    assert expected in FINETUNE.read_text()
+    row = next(line for line in (ROOT / "docs/streaming.md").read_text().splitlines() if f"`{FINETUNE.name}`" in line)
+    assert row.endswith(f"| rank {args.rank} | {planned.total / 1e9:.0f} GB | {planned.on_host / 1e9:.0f} GB |")
+
+
+def test_finetuning_smoke(tmp_path):
+    done = subprocess.run(
+        [str(FINETUNE), "--smoke", "--out", str(tmp_path)],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (pd.read_csv(tmp_path / "metrics.csv")["loss"].dropna() > 0).all()
+    assert (tmp_path / "model.safetensors").exists()

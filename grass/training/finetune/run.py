@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grass.streaming.stream import stream
 from grass.targets import matched_modules
 from grass.training.run.optimizers import OptimizerConfig
 
@@ -98,19 +99,23 @@ class FinetuneTask:
         }
 
 
-def make_trainer(task: FinetuneTask, method: str, optimizer: OptimizerConfig, arguments: TrainingArguments) -> Trainer:
-    """A ``transformers.Trainer`` that trains the task by one of :data:`METHODS`.
+def make_trainer(
+    task: FinetuneTask, method: str, optimizer: OptimizerConfig, arguments: TrainingArguments, *, streams: bool = False
+) -> Trainer:
+    """A ``transformers.Trainer`` that trains the task by one of :data:`METHODS`; ``streams``: by :func:`grass.stream`.
 
     AdamW, for LoRA too, is Trainer's own; Grass is :class:`grass.integrations.transformers.GrassTrainer`. ``arguments``
     get the hyperparameters that all have from ``optimizer``, and the task's best metric.
 
     Raises:
-        ValueError: the method cannot be offloaded, and ``optimizer`` asks for it.
+        ValueError: the method cannot be offloaded or streamed, and that is asked for.
     """
     from transformers import Trainer
 
     if optimizer.offload and method != "grass":
         raise ValueError(f"--offload does nothing with --method {method}, whose optimizer is Trainer's own AdamW")
+    if streams and method != "grass":
+        raise ValueError(f"--stream is for --method grass, not {method}")
     several = len(task.evaluation) > 1
     arguments.learning_rate, arguments.weight_decay = optimizer.lr, optimizer.weight_decay
     arguments.adam_beta1, arguments.adam_beta2 = optimizer.betas
@@ -118,7 +123,7 @@ def make_trainer(task: FinetuneTask, method: str, optimizer: OptimizerConfig, ar
     arguments.greater_is_better = task.best != "loss"
     keywords = task.keywords(arguments)
     if method == "grass":
-        from grass.integrations.transformers import GrassTrainer
+        from grass.integrations.transformers import GrassFactory, GrassTrainer
 
         mode = "compact" if optimizer.compact else "dense"
         grass = {"mode": mode, "rank": optimizer.rank, "dim": optimizer.grass_dim, **optimizer.grass}
@@ -128,7 +133,11 @@ def make_trainer(task: FinetuneTask, method: str, optimizer: OptimizerConfig, ar
             grass["weights"] = optimizer.weights  # which Trainer cannot do: the factory says why
         if optimizer.offload:
             grass["offload"] = "cpu"
-        return GrassTrainer(grass=grass, **keywords)
+        if not streams:
+            return GrassTrainer(grass=grass, **keywords)
+        built = GrassFactory()(task.model, args=arguments, **grass)  # before Trainer moves the model to the device
+        stream(task.model, arguments.device, offload_activations=True)
+        return Trainer(optimizers=(built, None), **keywords)
     if method == "lora":
         keywords["model"] = add_lora(task.model, optimizer.rank, classification=task.likeliest is None)
     return Trainer(**keywords)
