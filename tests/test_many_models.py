@@ -3,9 +3,12 @@
 import runpy
 from pathlib import Path
 
+import pytest
+
 script = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "bench" / "many_models.py"))
 
 
+@pytest.mark.slow
 def test_every_contestant_alone_and_beside_others() -> None:
     table = script["race"](2, 1, 1)
     rows = {(row.optimizer, row.other_models) for row in table.itertuples()}

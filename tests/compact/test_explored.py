@@ -208,7 +208,7 @@ def test_draws_differ_between_seeds_parameters_and_steps() -> None:
     assert len(draws) == 4
 
 
-@pytest.mark.parametrize("parameter", [0, 1, 77])
+@pytest.mark.parametrize("parameter", [0, *(pytest.param(p, marks=pytest.mark.slow) for p in (1, 77))])
 @pytest.mark.parametrize("count", [1, 8, 20])
 def test_draws_are_uniform_without_replacement(count: int, parameter: int) -> None:
     """How often a row, and a pair of rows, is drawn in 3,000 steps: a p-value below 0.001 fails, with fixed seeds."""

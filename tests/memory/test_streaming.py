@@ -57,7 +57,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("method", "options"), CASES)
+@pytest.mark.parametrize(
+    ("method", "options"), [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])]
+)
 def test_units_loads_and_peak(method: str, options: dict[str, Any]) -> None:
     config = llama("60m", 6)
     setting, model = Setting(**{**COMMON, **options}), Architecture.from_config(config)

@@ -73,3 +73,8 @@ def train(model: nn.Module, optimizer: Any, steps: int, first: int = 0, **option
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def quick_and_slow(*others: str) -> list[Any]:
+    """Llama, and others whose tests are marked ``slow``."""
+    return ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in others)]

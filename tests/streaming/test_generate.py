@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.offload.training import same
-from tests.streaming.architectures import GENERATING, build, train
+from tests.streaming.architectures import GENERATING, build, quick_and_slow, train
 
 PROMPTS = torch.arange(3, 11).view(2, 4)
 NEW = 6
@@ -24,7 +24,7 @@ def generate(model: Any, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}, {"num_beams": 2}], ids=str)
-@pytest.mark.parametrize("architecture", GENERATING)
+@pytest.mark.parametrize("architecture", quick_and_slow(*GENERATING[1:]))
 def test_generate_in_training(architecture: str, options: dict[str, Any]) -> None:
     """With a cache of keys and values, right after a step that is on its way."""
     runs = []

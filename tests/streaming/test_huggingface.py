@@ -10,13 +10,13 @@ import torch
 import grass
 from grass.compact_mode.layer import CompactLayer
 from tests.offload.training import same
-from tests.streaming.architectures import ARCHITECTURES, build, network, train
+from tests.streaming.architectures import ARCHITECTURES, build, network, quick_and_slow, train
 
 UNITS = {"t5": 6, "albert": 1}
 STEPS = 5
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", quick_and_slow(*(name for name in ARCHITECTURES if name != "llama")))
 def test_training(architecture: str) -> None:
     """Also with the cache that models make in training if they are not told otherwise."""
     resident, by = build(architecture, streamed=False)
@@ -29,7 +29,7 @@ def test_training(architecture: str) -> None:
     assert not same(streamed.state_dict(), network(architecture).state_dict())
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5", "megatron"])
+@pytest.mark.parametrize("architecture", quick_and_slow("gpt2", "t5", "megatron"))
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_by_the_user_is_not_done_twice(architecture: str, reentrant: bool) -> None:
     """The result is the resident model's with these checkpoints, and no unit comes more often than without."""
@@ -55,7 +55,7 @@ def test_checkpointing_by_the_user_keeps_inputs_on_the_device() -> None:
     model(input_ids=torch.arange(8).view(1, 8))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5", "megatron"])
+@pytest.mark.parametrize("architecture", quick_and_slow("gpt2", "t5", "megatron"))
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_a_cache_in_training(architecture: str, use_cache: bool) -> None:
     resident, by = build(architecture, streamed=False)
@@ -63,7 +63,7 @@ def test_a_cache_in_training(architecture: str, use_cache: bool) -> None:
     assert train(streamed, optimizer, 3, use_cache=use_cache) == train(resident, by, 3, use_cache=False)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "megatron"])
+@pytest.mark.parametrize("architecture", quick_and_slow("gpt2", "megatron"))
 def test_a_cache_that_holds_tokens_is_no_input_of_training(architecture: str) -> None:
     model, optimizer = build(architecture, streamed=True)
     ids = torch.arange(3, 11).view(1, 8)

@@ -17,6 +17,8 @@ from grass.training.data.blocks import DataConfig
 from grass.training.finetune.instructions import IGNORED
 from grass.training.run.optimizers import OptimizerConfig, build_optimizer
 
+pytestmark = pytest.mark.slow  # each trains a base model first
+
 CONFIGS = {
     "classify": FinetuneConfig(batch_size=4, max_length=24, examples=12),
     "instruct": FinetuneConfig(batch_size=2, max_length=96, examples=12),

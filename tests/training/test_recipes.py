@@ -187,6 +187,7 @@ def test_finetuning_fits_the_gpu_of_its_name():
     assert row.endswith(f"| rank {args.rank} | {planned.total / 1e9:.0f} GB | {planned.on_host / 1e9:.0f} GB |")
 
 
+@pytest.mark.slow
 def test_finetuning_smoke(tmp_path):
     done = subprocess.run(
         [str(FINETUNE), "--smoke", "--out", str(tmp_path)],
