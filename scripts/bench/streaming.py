@@ -48,8 +48,8 @@ STEPS = 3
 class Racer:
     """A model, resident or streamed, and its optimizer."""
 
-    def __init__(self, base: nn.Module, method: str, rate: float | None, **stream: object) -> None:
-        self.model, self.stream = copy.deepcopy(base), None
+    def __init__(self, base: nn.Module, method: str, rate: float | None, *, batches: int = 0, **stream: object) -> None:
+        self.model, self.stream, self.batches = copy.deepcopy(base), None, batches
         if method == "Grass":
             grass.compact(self.model, rank=RANK)
         params = self.model if method == "Grass" else self.model.parameters()
@@ -61,10 +61,17 @@ class Racer:
         self.seconds: list[float] = []
         self.copied = 0
 
+    def loss(self, ids: Tensor) -> Tensor:
+        """Of one micro-batch."""
+        return self.model(input_ids=ids, labels=ids).loss / max(1, self.batches)
+
     def step(self, ids: Tensor) -> None:
         """One training step. The next one's forward waits for the host."""
         start, before = time.perf_counter(), self.stream.counts.bytes if self.stream else 0
-        self.model(input_ids=ids, labels=ids).loss.backward()
+        if self.batches:  # so many micro-batches through one unit before the next
+            self.stream.step(ids.tensor_split(self.batches, 1), self.loss)
+        else:
+            self.loss(ids).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -100,6 +107,7 @@ def regime(name: str, base: nn.Module, config: object, ids: Tensor, repeats: int
     racers = {
         "Grass, resident": Racer(base, "Grass", None),
         "Grass, streamed": Racer(base, "Grass", rate),
+        "Grass, streamed, by stream.step": Racer(base, "Grass", rate, batches=1),
         "Grass, streamed, inputs on the host": Racer(base, "Grass", rate, offload_activations=True),
         "Grass, streamed, half of the units cached": Racer(base, "Grass", rate, cache=half),
         "AdamW, streamed": Racer(base, "AdamW", rate),
