@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from typing import Self
 
@@ -12,6 +14,8 @@ import torch
 
 from grass.offload.tasks import Task
 
+AT_EXIT = 5.0
+"""Seconds that the end of the process waits for tasks that run."""
 SHOWN = 5
 """Tasks of a queue that a report names."""
 
@@ -49,6 +53,8 @@ class Queues:
 
     def append(self, tasks: list[Task]) -> None:
         """Queue tasks, and start the threads that they need."""
+        if not self.threads:
+            atexit.register(_end, weakref.ref(self))
         for task in tasks:
             task.after = tuple(other for other in task.after if not other.done)
             self.pending.add(task)
@@ -64,6 +70,13 @@ class Queues:
         if os.getpid() == self.process:
             with self:
                 self.fail("The executor is closed")
+
+    def end(self) -> None:
+        """Start no other task, and give those that run some seconds: a thread inside torch aborts an ending process."""
+        if os.getpid() == self.process:
+            with self:
+                self.fail("The process ends")
+                self.changed.wait_for(lambda: not self._running, AT_EXIT)
 
     def fail(self, what: str, cause: BaseException | None = None) -> None:
         """Keep the first fault: no other task starts, and whoever waits is told."""
@@ -136,6 +149,11 @@ class Queues:
             del self._running[task.resource]
             self.pending.remove(task)
             self.changed.notify_all()
+
+
+def _end(reference: weakref.ref[Queues]) -> None:
+    if (queues := reference()) is not None:
+        queues.end()
 
 
 def _name(task: Task) -> str:

@@ -117,10 +117,18 @@ class Stream:
             The sum of the losses, detached.
 
         Raises:
+            TypeError: the micro-batches are no list, or ``loss_fn`` returns no tensor.
             ValueError: there are no micro-batches.
+            RuntimeError: gradients are disabled, the stream is closed, or ``loss_fn`` calls this method.
         """
-        if not len(microbatches):
+        if not isinstance(microbatches, (list, tuple)):
+            raise TypeError(f"microbatches must be a list or a tuple, got {type(microbatches).__name__}")
+        if not microbatches:
             raise ValueError(f"Invalid {microbatches=}: must be at least one")
+        if not torch.is_grad_enabled():
+            raise RuntimeError("stream.step runs backward, and gradients are disabled here")
+        if not isinstance(self.units[0].module, Streamed):
+            raise RuntimeError("The stream is closed")
         losses = self._turns.run(microbatches, loss_fn, self._loader.device)
         return torch.stack(losses).sum()
 
@@ -137,6 +145,8 @@ class Stream:
         for unit in self.units:
             unit.wait()
             module: Any = unit.module
+            if not isinstance(module, Streamed):
+                continue
             module.__class__ = plain_class(type(module))
             for name in ("_visits", "_computing"):
                 vars(module).pop(name, None)

@@ -32,6 +32,8 @@ class Turns:
         Raises:
             BaseException: what the first micro-batch that failed has raised. The others stop at their next unit.
         """
+        if self._waiting:
+            raise RuntimeError("loss_fn must not call stream.step itself")
         losses: list[Tensor] = [torch.empty(0)] * len(batches)
         surroundings = _Surroundings(device)
 
@@ -40,6 +42,8 @@ class Turns:
                 with surroundings.again():
                     self._wait()
                     loss = loss_of(batches[number])
+                    if not isinstance(loss, Tensor):
+                        raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
                     losses[number] = loss.detach()
                     loss.backward()  # type: ignore[no-untyped-call]
             except BaseException as error:

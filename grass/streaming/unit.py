@@ -105,6 +105,8 @@ class Visits:
         With gradients only the inputs are kept, and backward computes the forward again.
         """
         module: Any = self._unit.module
+        if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+            raise RuntimeError("A streamed model computes on one device: use FSDP2's CPUOffloadPolicy instead of DDP")
         if not torch.is_grad_enabled() or _in_backward():
             return self._compute(own, args, kwargs)
         if getattr(module, "gradient_checkpointing", False) and module.training:  # transformers does the same

@@ -29,6 +29,8 @@ def find_units(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Mo
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"Invalid units={names!r}: must be names of modules")
         found = dict(item for name in names for item in _named(model, name))
+    if not found and names is not None:
+        raise ValueError("Invalid units=[]: must name at least one module")
     if not found:
         raise ValueError(
             f"No list of modules holds {SHARE:.0%} of the parameters: name the modules that shall visit the device one "

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import grass
@@ -100,3 +101,40 @@ def test_an_error_ends_all() -> None:
     assert torch.isfinite(stream.step(batches, loss_of))
     with pytest.raises(ValueError, match="at least one"):
         stream.step([], loss_of)
+
+
+def test_misuse() -> None:
+    model, _, stream = built()
+    loss_of, batch = losses_of(model), torch.arange(8).view(1, 8)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are disabled"):
+        stream.step([batch], loss_of)
+    with pytest.raises(TypeError, match="a list or a tuple"):
+        stream.step(batch, loss_of)
+    with pytest.raises(TypeError, match="must return a tensor"):
+        stream.step([batch], lambda ids: 1.0)
+    with pytest.raises(RuntimeError, match="must not call"):
+        stream.step([batch], lambda ids: stream.step([ids], loss_of))
+    assert torch.isfinite(stream.step([batch], loss_of))
+    stream.close()
+    stream.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        stream.step([batch], loss_of)
+    loss_of(batch).backward()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_ddp_is_refused(before: bool, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model: Any = Network(UNITS)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        if before:
+            wrapped = nn.parallel.DistributedDataParallel(model)
+            grass.stream(model, "cpu")
+        else:
+            grass.stream(model, "cpu")
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(RuntimeError, match="CPUOffloadPolicy"):
+            wrapped(torch.arange(8).view(1, 8))
+    finally:
+        dist.destroy_process_group()
