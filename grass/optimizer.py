@@ -271,7 +271,7 @@ class GrassAdamW(Optimizer):
         whole, self._going_on = self.begin_step(), None
         for layer in whole.layers.values():
             Owner.check(layer, self)
-            layer.sync()
+            layer.follow()
         self._advance(whole)
         whole.ranks.verify_selection(whole.chosen)
         self._health.check(self.param_groups, self.state, whole.layers, whole.stepped)

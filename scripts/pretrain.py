@@ -59,8 +59,8 @@ from grass.training.run.optimizers import OPTIMIZERS, OptimizerConfig, build_opt
 from grass.training.run.processes import Processes, launched_processes, shard_blocks, whole_weights
 from grass.training.run.throughput import model_flops_per_token, peak_flops, peak_memory
 
-CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every", "keep", "device", "offload"}
-CHANGEABLE |= {"stream", "cache", "host_activations", "checkpointing"}
+CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every", "keep", "device"}
+CHANGEABLE |= {"offload", "offload_masters", "offload_path", "stream", "cache", "host_activations", "checkpointing"}
 """Flags that may differ between a run and its continuation."""
 
 
@@ -115,9 +115,8 @@ def build(
         shard_blocks(model)
     built = build_optimizer(model, optimizer)
     if args.stream:
-        model.streamed = grass.stream(  # type: ignore[assignment]
-            model, device, cache=args.cache, offload_activations=args.host_activations
-        )
+        stays = {"offload_activations": args.host_activations, "path": args.offload_path}
+        model.streamed = grass.stream(model, device, cache=args.cache, **stays)  # type: ignore[assignment]
     return model, built
 
 

@@ -95,7 +95,8 @@ class ActiveRows(nn.Module):
     def select(self, indices: Tensor) -> None:
         """Make ``indices (r,)`` the selected rows: those selected already keep their values.
 
-        Call :meth:`explore` afterwards: explored rows may be among them.
+        Call :meth:`explore` afterwards: explored rows may be among them. The weight must have the values of those that
+        were selected so far.
         """
         indices = indices.to(self.chosen.device)
         new = Projector(indices, None, self.dim)

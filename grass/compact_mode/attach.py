@@ -146,7 +146,7 @@ class Attachment:
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for layer, _, position in self._trained():
-            layer.sync()
+            layer.follow()
             if layer.reach:
                 self._before[position] = layer.rows().clone()
 
@@ -157,7 +157,8 @@ class Attachment:
             state["step"] += 1
             if position in self._before and layer.active.grad is not None:
                 self._explore(layer, self._before.pop(position))
-            layer.write_back(rounding_key(self.options, position, state["step"]))
+            if not layer.deferred:
+                layer.write_back(rounding_key(self.options, position, state["step"]))
         ranks.verify_selection(advance(every, self.options, ranks, self._carry_of))
 
     def _trained(self) -> list[Trained]:

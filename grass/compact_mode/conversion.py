@@ -78,6 +78,7 @@ def compact(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     _check_arguments(rank, explore, dim, dtype, weights)
+    check_not_streamed(model)
     layers = {name: model.get_submodule(name) for name in matched_modules(model, targets, exclude)}
     reasons = left_alone(model)
     ranks = {
@@ -100,6 +101,7 @@ def compact(
 
 def expand(model: nn.Module) -> list[str]:
     """Undo :func:`compact`: converted layers become plain and trainable again. Returns their names."""
+    check_not_streamed(model)
     names = []
     for name, layer in model.named_modules():
         if isinstance(layer, CompactLayer):
@@ -229,6 +231,12 @@ def _convert(
     LAYERS.add(layer)
 
 
+def check_not_streamed(model: nn.Module) -> None:
+    """Raise ``RuntimeError`` if units of the model visit a device (:mod:`grass.streaming`)."""
+    if any("_visits" in vars(module) for module in model.modules()):
+        raise RuntimeError("The model is streamed: call grass.compact() and grass.expand() before or after close()")
+
+
 CONVERSION_ATTRIBUTES = (
     "norms",
     "selections",
@@ -241,6 +249,9 @@ CONVERSION_ATTRIBUTES = (
     "_synced",
     "_sharded",
     "_probes",
+    "written",
+    "deferred",
+    "_pending",
 )
 """Entries of a converted layer's ``__dict__`` that :func:`expand` removes, beside parameters and buffers."""
 

@@ -162,6 +162,8 @@ def _choose_rows(item: Trained, norms: Tensor, carry: Carry, options: Options) -
     if "row_scale" in state:
         raise ValueError(f"selection={options.selection!r} scales or repeats rows: not for compact mode")
     state["indices"] = state["indices"].to(layer.chosen.device)
+    if layer.deferred:
+        layer.write_back()
     layer.select(state["indices"])
 
 

@@ -114,6 +114,7 @@ class CompactLayer(SavedRows):
         ``explored=None`` leaves the explored rows as they were drawn by the conversion.
         """
         self.end_sketch()
+        self.finish_writing()
         self.selected.copy_(indices)
         if explored is not None:
             self.explored.copy_(explored)
@@ -124,7 +125,7 @@ class CompactLayer(SavedRows):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompactLayer:
         """Draws the first rows again when a layer leaves the meta device, where indices have no values."""
-        self.arrive()
+        self.finish_writing()
         was_meta = self.chosen.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.chosen.is_meta:

@@ -57,8 +57,10 @@ class SyncedRows(ActiveRows):
     """The part of :class:`grass.compact_mode.layer.CompactLayer` that makes weight and active rows agree."""
 
     written: Written | None = None  # kept for copies of the weight (grass.streaming); None: nobody asks
+    deferred = False  # steps leave the weight as it is; what reads it on the host calls sync()
 
     _synced: tuple[Stamp, Stamp] | None = None  # active's and weight's, when they were known to agree
+    _pending = False  # whether that is still to be written into the weight
     arriving: Callable[[], None] | None = None
     gated = False  # the module around it waits for the values that `arriving` brings
     _sharded = False
@@ -66,13 +68,13 @@ class SyncedRows(ActiveRows):
 
     def __getstate__(self) -> dict[str, Any]:
         """The content of copies and pickles."""
-        self.arrive()
-        return {key: value for key, value in vars(self).items() if key != "gated"}
+        self.finish_writing()
+        return {key: value for key, value in vars(self).items() if key not in ("gated", "deferred")}
 
     def train(self, mode: bool = True) -> SyncedRows:
         """Also looks for changes through ``.data``, which tensor versions do not show."""
         if mode != self.training:
-            self.sync(compare=True)
+            self.follow(compare=True)
         super().train(mode)
         return self
 
@@ -92,6 +94,9 @@ class SyncedRows(ActiveRows):
             self.arrive()
         if compiling or self._sharded:
             return
+        if self._pending:
+            self._pending = False
+            self._write_pending()
         now = self._stamps()
         if now is None or (now == self._synced and not compare and not (probe and self._changed_unseen())):
             return
@@ -107,14 +112,31 @@ class SyncedRows(ActiveRows):
                 self.write_back()
         self._synced = self._stamps()
 
+    def follow(self, *, compare: bool = False, probe: bool = False) -> None:
+        """As :meth:`sync`, but if writing the weight is deferred, only take up a weight that was changed."""
+        if not self.deferred:
+            self.sync(compare=compare, probe=probe)
+        elif (now := self._stamps()) is not None and self._synced is not None and now != self._synced:
+            write = self.begin_write()
+            if now[1] != self._synced[1]:
+                self.reload()
+            self.mark_synced()
+            self.end_write(write, decays_all=False)
+
+    def finish_writing(self) -> None:
+        """Wait for values that are on their way, and write active rows into the weight if that was deferred."""
+        self.arrive()
+        if self.deferred:
+            self.sync()
+
     def arrive(self) -> None:
         """Wait for values that are on their way from the host (:mod:`grass.offload`)."""
         if self.arriving is not None:
             self.arriving()
 
     def mark_synced(self) -> None:
-        """Note that weight and active rows agree."""
-        self.__dict__.update(_sharded=is_sharded(self.weight), _synced=self._stamps())
+        """Note that weight and active rows agree, or will when they are written back."""
+        self.__dict__.update(_sharded=is_sharded(self.weight), _synced=self._stamps(), _pending=self.deferred)
 
     def begin_write(self) -> Written | None:
         """What :meth:`end_write` will note of a step that has written the active rows."""
@@ -127,7 +149,8 @@ class SyncedRows(ActiveRows):
         """Note that the step has ended, and whether it changed the other rows too."""
         if begun is not None:
             after = None if self._synced is None else self._synced[1]
-            self.written = begun._replace(rows=None if decays_all else begun.rows, after=after)
+            everything = decays_all or (self.deferred and after != begun.before)  # new rows were selected
+            self.written = begun._replace(rows=None if everything else begun.rows, after=after)
 
     def holds_active(self) -> bool:
         """Whether the weight's rows are what the active rows are written back as."""
@@ -139,10 +162,23 @@ class SyncedRows(ActiveRows):
         """Copy the active rows into the weight. ``key``: for the stochastic rounding of 8-bit weights."""
         self.active_projector().scatter_(self.matrix(), self.rows())
 
+    def current(self, indices: Tensor) -> Tensor:
+        """Values of rows that a step has written, as the weight holds them or will hold them."""
+        if self.deferred:
+            return self.rows().to(self.weight.dtype)
+        return Projector(indices, None, self.dim).gather(self.matrix())
+
     @torch.no_grad()
     def reload(self) -> None:
         """Copy the weight's rows into the active rows."""
         self.gather(self.active_projector(), out=self.rows())
+
+    def _write_pending(self) -> None:
+        """Write the active rows into the weight, unless it was changed since they were stepped."""
+        now = self._stamps()
+        if now is not None and self._synced is not None and now[1] == self._synced[1]:
+            self.write_back()
+            self._synced = self._stamps()
 
     def _changed_unseen(self) -> bool:
         """Whether the first active row differs from the weight's, as after ``p.data -= p.grad``.

@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             dtype=getattr(torch, args.dtype),
             active_dtype=getattr(torch, args.active_dtype),
             checkpointing=args.checkpointing,
-            offload=args.offload or args.stream or args.offload_path is not None,
+            offload=args.offload or args.stream or args.masters or args.offload_path is not None,
+            masters=args.masters,
             files=args.offload_path is not None,
             stream=args.stream,
             cache=args.cache or 0,
@@ -122,6 +123,7 @@ def argument_parser() -> ArgumentParser:
         metavar="DIRECTORY",
         help="--offload with moments, bank and copies of weights in files there",
     )
+    add("--masters", action="store_true", help="--offload with float32 masters of what is stepped whole")
     add("--stream", action="store_true", help="--offload, and blocks visit the device one by one")
     add("--cache", type=size, metavar="SIZE", help="of blocks that stay on the device with --stream")
     add("--host-activations", action="store_true", help="inputs of blocks wait on the host with --stream")

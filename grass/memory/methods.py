@@ -20,6 +20,7 @@ class Host(NamedTuple):
         active_rows: copies of the selected and explored rows and their indices.
         gradients: buffers that gradients are copied to.
         moments: those that the device has without offload.
+        masters: float32 copies of parameters that are stepped whole.
         activations: inputs of units between forward and backward (:mod:`grass.streaming`).
     """
 
@@ -27,6 +28,7 @@ class Host(NamedTuple):
     active_rows: int = 0
     gradients: int = 0
     moments: int = 0
+    masters: int = 0
     activations: int = 0
 
 
@@ -54,6 +56,8 @@ class Holdings:
         refresh_layer: a layer's sketch matrices in such steps.
         refresh_layer_gradients: and the sketches themselves, which are gradients.
         inputs: blocks whose inputs checkpointing keeps on the device; ``None``: all.
+        codes: whether the blocks' weights are int8 codes.
+        whole: elements of the parameters that are stepped whole.
     """
 
     weights: int
@@ -71,6 +75,12 @@ class Holdings:
     refresh_layer: int = 0
     refresh_layer_gradients: int = 0
     inputs: int | None = None
+    codes: bool = False
+    whole: int = 0
+
+    def inputs_of(self, model: Architecture) -> int:
+        """Blocks whose inputs are on the device at a time under checkpointing."""
+        return model.layers if self.inputs is None else self.inputs
 
 
 Method = Callable[[Architecture, Setting], Holdings]
@@ -92,6 +102,7 @@ def adamw(model: Architecture, setting: Setting) -> Holdings:
         moments=2 * model.parameters * e,
         traced=traced(model, setting, linears=False),
         layer_saved=traced(model, setting, linears=True).block,
+        whole=model.parameters,
     )
 
 
@@ -151,7 +162,7 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
     Active rows, their gradients and, for ``dim=1``, saved inputs count ``r + q`` rows, moments ``r``.
     """
     e, active_e, dim, layers = setting.dtype.itemsize, setting.active_dtype.itemsize, setting.dim, model.layers
-    every = _active(model, setting)
+    every = active_sizes(model, setting)
     selected, active = sum(r for r, _, _ in every), sum(r + q for r, q, _ in every)
     with_state, rows = sum(r * width for r, _, width in every), sum((r + q) * width for r, q, width in every)
     dense = layers * model.vectors + model.ends
@@ -175,6 +186,7 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
         refresh_saved=whole if sketch else 0,
         refresh_layer=sketch * (4 * selectable + sum(width for _, _, width in every) * e),
         refresh_layer_gradients=sketch * 4 * selectable,
+        whole=dense,
     )
 
 
@@ -182,19 +194,24 @@ SCALE_BYTES = 4
 """Bytes of the scale of a row of int8 codes."""
 
 
+def scale_bytes(model: Architecture, setting: Setting) -> int:
+    """Bytes of the scales of int8 codes of a block."""
+    return SCALE_BYTES * sum(linear.m if setting.dim == 0 else linear.n for linear in model.linears)
+
+
 def grass_int8(model: Architecture, setting: Setting) -> Holdings:
     """Grass with ``weights="int8"``: a float32 scale per row (``dim=0``) or column (``dim=1``), cast layer by layer."""
     plain, e = grass(model, setting), setting.dtype.itemsize
-    scales = sum(linear.m if setting.dim == 0 else linear.n for linear in model.linears)
-    saved = model.layers * (model.layer_matrix * (e - 1) - SCALE_BYTES * scales)
+    saved = model.layers * (model.layer_matrix * (e - 1) - scale_bytes(model, setting))
     largest = max(linear.m * linear.n for linear in model.linears)
-    written = max((r + q) * width for r, q, width in _active(model, setting))
+    written = max((r + q) * width for r, q, width in active_sizes(model, setting))
     return Holdings(
         **{
             **vars(plain),
             "weights": plain.weights - saved,
             "layer_workspace": largest * e,
             "step_workspace": QUANTISING * written,
+            "codes": True,
         }
     )
 
@@ -205,15 +222,17 @@ def offloaded(method: str, held: Holdings, model: Architecture, setting: Setting
     Stepped rows of a converted weight wait in the weight's precision until the next forward comes to them, int8 codes
     with their scales, and selected rows that are more precise in their own. They are counted for all weights at once.
     """
-    e, scale_e = (1, SCALE_BYTES) if method == "Grass int8" else (setting.dtype.itemsize, 0)
+    e, scale_e = (1, SCALE_BYTES) if held.codes else (setting.dtype.itemsize, 0)
     active_e, rows = setting.active_dtype.itemsize, 0
     if held.active_rows:
-        every = _active(model, setting)
+        every = active_sizes(model, setting)
         rows = sum(
             (r + q) * (width * e + scale_e) + (r * width * active_e if active_e != e else 0) for r, q, width in every
         )
     gradients = model.layers * held.layer_gradients + held.end_gradients
-    host = Host(held.weights, held.active_rows, gradients, held.moments)
+    masters = held.whole if setting.has_masters else 0
+    moments = held.moments + 2 * (4 - setting.dtype.itemsize) * masters
+    host = Host(held.weights, held.active_rows, gradients, moments, 4 * masters)
     return replace(held, moments=0, host=host, step_workspace=model.layers * rows)
 
 
@@ -231,7 +250,7 @@ METHODS: dict[str, Method] = {
 """Methods by name, as ``--method`` and the tables have it."""
 
 
-def _active(model: Architecture, setting: Setting) -> list[tuple[int, int, int]]:
+def active_sizes(model: Architecture, setting: Setting) -> list[tuple[int, int, int]]:
     """Selected rows, explored rows and their length, for each linear layer of a block."""
     sizes = [(linear.m, linear.n) if setting.dim == 0 else (linear.n, linear.m) for linear in model.linears]
     return [(setting.rank_of(size), setting.explored_of(size), width) for size, width in sizes]

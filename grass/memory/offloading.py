@@ -64,9 +64,10 @@ def parameters(method: str, model: Architecture, setting: Setting) -> list[tuple
 
 
 def _whole(elements: int, setting: Setting) -> Stepped:
-    """A parameter at full rank: its copy and two moments are in its own precision."""
-    size = elements * setting.dtype.itemsize
-    return Stepped(elements, size, size, (size, size, size))
+    """A parameter at full rank: its copy and two moments are in its own precision, or it has a float32 master."""
+    size, precise = elements * setting.dtype.itemsize, 4 * elements
+    held = (size, precise, precise, precise) if setting.has_masters else (size, size, size)
+    return Stepped(elements, size, size, held)
 
 
 def _active(linear: Linear, setting: Setting, codes: bool) -> Stepped:

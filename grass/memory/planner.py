@@ -84,8 +84,7 @@ def plan(method: str, model: Architecture, setting: Setting) -> Plan:
     moments = {**peaks(held, model, setting, refresh=False), **peaks(held, model, setting, refresh=True)}
     peak_at = max(moments, key=lambda moment: moments[moment])
     layer = max(held.layer_saved, held.refresh_saved)
-    inputs = model.layers if held.inputs is None else held.inputs
-    kept = held.traced.block_input * inputs + layer if setting.checkpointing else layer * model.layers
+    kept = held.traced.block_input * held.inputs_of(model) + layer if setting.checkpointing else layer * model.layers
     return Plan(
         weights=held.weights,
         active_rows=held.active_rows,
@@ -114,7 +113,7 @@ def peaks(held: Holdings, model: Architecture, setting: Setting, *, refresh: boo
     layer_gradients = held.layer_gradients + (held.refresh_layer_gradients if refresh else 0)
     activations = held.refresh_saved if refresh else held.layer_saved
     saved = held.traced.block_input if setting.checkpointing else activations
-    every = saved * (layers if held.inputs is None else held.inputs)
+    every = saved * held.inputs_of(model)
     in_layer = (activations if setting.checkpointing else 0) + held.traced.temporaries + held.layer_workspace
     ends, head = held.traced.ends, model.head * setting.dtype.itemsize if held.end_gradients else 0
     gradients = layers * layer_gradients + held.end_gradients

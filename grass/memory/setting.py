@@ -38,6 +38,7 @@ class Setting:
         chunk_tokens: tokens whose logits the loss holds at a time; 0 for all.
         sketch_size: columns of the sketch from which Grass chooses rows.
         offload: AdamW and Grass keep moments, and copies of weights and gradients, in host memory and step there.
+        masters: with ``offload``, parameters that are stepped whole have float32 masters and moments on the host.
         files: with ``offload``, what ``grass.Offload(path=...)`` puts there lies in files.
         stream: with ``offload``, the blocks visit the device one by one (:func:`grass.stream`).
         cache: bytes of blocks that then stay on the device.
@@ -60,6 +61,7 @@ class Setting:
     chunk_tokens: int = 256
     sketch_size: int = 32
     offload: bool = False
+    masters: bool = False
     files: bool = False
     stream: bool = False
     cache: int = 0
@@ -88,8 +90,15 @@ class Setting:
 
         if self.stream and not (self.offload and self.checkpointing):
             raise ValueError("Invalid stream=True: needs offload and checkpointing, which a streamed model always has")
+        if self.masters and not self.offload:
+            raise ValueError("Invalid masters=True: only with offload=True")
         if not self.stream and (self.cache or self.host_activations):
             raise ValueError("Invalid cache or host_activations: only with stream=True")
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether parameters that are stepped whole have float32 masters."""
+        return self.masters and self.dtype != torch.float32
 
     def check(self, model: Architecture) -> None:
         """Raise ``ValueError`` where the model cannot be trained, or planned for, in this way."""

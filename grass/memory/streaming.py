@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from grass.memory.architecture import Architecture
-from grass.memory.methods import SCALE_BYTES, Holdings, Host
+from grass.memory.methods import Holdings, active_sizes, scale_bytes
 from grass.memory.offloading import parameters
 from grass.memory.setting import Setting
 from grass.offload.machine import Machine
@@ -78,7 +78,7 @@ def streamed(held: Holdings, model: Architecture, setting: Setting) -> Holdings:
         layer_workspace=held.layer_workspace + gradients,
         step_workspace=0,
         inputs=inputs,
-        host=Host(*held.host[:-1], activations),
+        host=held.host._replace(activations=activations),
     )
 
 
@@ -141,16 +141,11 @@ class _Run:
 
 def _written(held: Holdings, model: Architecture, setting: Setting) -> int:
     """Bytes of a unit's active rows in their weights, and of all that is stepped whole."""
-    e, codes = setting.dtype.itemsize, held.weights < model.parameters * setting.dtype.itemsize
-    sizes = [(linear.m, linear.n) if setting.dim == 0 else (linear.n, linear.m) for linear in model.linears]
-    rows = sum((setting.rank_of(size) + setting.explored_of(size)) * width for size, width in sizes)
-    scales = SCALE_BYTES * sum(size for size, _ in sizes) if codes else 0
-    return rows * (1 if codes else e) + model.vectors * e + scales
+    e, every = setting.dtype.itemsize, active_sizes(model, setting)
+    rows = sum((r + q) * width for r, q, width in every)
+    return rows * (1 if held.codes else e) + model.vectors * e + (scale_bytes(model, setting) if held.codes else 0)
 
 
 def _indices(model: Architecture, setting: Setting, held: Holdings) -> int:
     """Bytes of the indices of active rows, which a unit brings along."""
-    if not held.active_rows:
-        return 0
-    sizes = [linear.m if setting.dim == 0 else linear.n for linear in model.linears]
-    return 8 * sum(setting.rank_of(size) + setting.explored_of(size) for size in sizes)
+    return 8 * sum(r + q for r, q, _ in active_sizes(model, setting)) if held.active_rows else 0

@@ -48,19 +48,27 @@ class Home:
             raise ValueError(f"Invalid path={os.fspath(path)!r}: must be a directory that can be written") from error
         weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
 
-    def check_room(self, nbytes: int) -> None:
-        """Check that the files will fit.
+    def check_room(self, nbytes: int, what: str = "offloaded state") -> None:
+        """Check that what will come home fits.
 
         Args:
-            nbytes: how much they will hold.
+            nbytes: how much will come.
+            what: its name in the error.
 
         Raises:
             OSError: the disk has less space, before anything was written.
+            MemoryError: there are no files, and host memory has less space.
         """
-        if self._directory is not None and (free := shutil.disk_usage(self._directory).free) < nbytes:
+        if self._directory is None:
+            if (free := free_memory()) is not None and free < nbytes:
+                raise MemoryError(
+                    f"{what} needs {nbytes / 1e9:.2f} GB of host memory, of which {free / 1e9:.2f} are free: a "
+                    "path= keeps it in files"
+                )
+        elif (free := shutil.disk_usage(self._directory).free) < nbytes:
             raise OSError(
                 errno.ENOSPC,
-                f"offloaded state needs {nbytes / 1e9:.2f} GB in {self._directory.parent}, which has {free / 1e9:.2f}",
+                f"{what} needs {nbytes / 1e9:.2f} GB in {self._directory.parent}, which has {free / 1e9:.2f}",
             )
 
     def empty_like(self, tensor: Tensor) -> Tensor:
@@ -110,6 +118,26 @@ class Home:
                 at_home[key] = state[key] = held.copy_(value) if fits and held is not None else self.copy(value)
         for key in set(at_home) - set(state):
             del at_home[key]
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of host memory that this process can still get, swap included; ``None`` where Linux does not say.
+
+    Args:
+        root: of the file system, with ``/proc`` and ``/sys``.
+    """
+    try:
+        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        free = sum(int(fields[key].split()[0]) << 10 for key in ("MemAvailable", "SwapFree"))
+    except (OSError, KeyError, ValueError):
+        return None
+    try:  # a container may have less; what it has cached of files can be had again
+        group = root / "sys/fs/cgroup"
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return min(free, limit - used + int(stat["inactive_file"]) + int(stat["active_file"]))
+    except (OSError, KeyError, ValueError):
+        return free
 
 
 def host_like(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
+from grass.offload.in_place import InPlace
 from grass.offload.options import Offload
 from grass.options import Options, as_matrix, resolve_dim
 from grass.parallel.shards import local
@@ -30,10 +31,17 @@ class Sizes(NamedTuple):
 
 
 def bytes_at_home(p: Tensor, layer: CompactLayer | None, options: Options, offload: Offload) -> int:
-    """Bytes that a parameter's copies, moments and bank take on this rank's host. Moments are counted as float32."""
+    """Bytes that a parameter's copies, moments and bank take on this rank's host. Moments are counted as float32.
+
+    A parameter that lies there already (:mod:`grass.streaming`) has no copies but its master.
+    """
     p = local(p.detach())
     weight = p if layer is None else local(layer.weight.detach())
-    copies = p.nbytes + (4 * p.numel() * offload.has_master(p) if layer is None else weight.nbytes)
+    copies = 4 * p.numel() * offload.has_master(p) if layer is None else weight.nbytes
+    if not InPlace.marks(p):
+        copies += p.nbytes
+    elif layer is not None:
+        copies = 0
     values = p.numel()
     if layer is None and options.projects(p):
         matrix = as_matrix(p)

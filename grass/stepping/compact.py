@@ -47,7 +47,8 @@ def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
 
 def _rows(member: Member, layer: CompactLayer) -> CompactRows:
     p, grad, state, index = member
-    weight = layer.matrix() if layer.scale() is None else None  # an int8 layer writes the rows back itself
+    writes = layer.scale() is None and not layer.deferred  # an int8 layer writes the rows back itself
+    weight = layer.matrix() if writes else None
     own, values = local(grad), local(p.detach())
     if not layer.reach:
         return CompactRows(weight, layer.chosen, layer.dim, own, values, state, index, None)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.sync import Written
+from grass.offload.home import SMALLEST, Home
 from grass.offload.in_place import InPlace
 from grass.offload.replicas import stamp_of
 from grass.streaming.places import outgoing, places_of
@@ -43,6 +44,7 @@ class HostUnit:
         self.places = [place for place in every if id(place.get()) not in rows]
         self.active = [place for place in every if id(place.get()) in rows]
         numbers = {(id(place.module), place.name): number for number, place in enumerate(self.places)}
+        self._mapped: set[int] = set()
         self._weights = {numbers[id(layer), "weight"]: i for i, layer in enumerate(self.layers)}
         self._parameters = _count(module)
 
@@ -64,7 +66,23 @@ class HostUnit:
         for p in self.trained():
             InPlace.unmark(p)
         for layer in self.layers:
-            layer.written = None
+            layer.sync()
+            layer.written, layer.deferred = None, False
+
+    def put_into_files(self, home: Home) -> None:
+        """Move frozen tensors to memory-mapped files. Steps leave them as they are where no rows are explored."""
+        for tensor in self.frozen():
+            tensor.data = home.copy(tensor)
+            self._mapped.add(id(tensor))
+        for layer in self.layers:
+            if id(layer.weight) in self._mapped and not layer.reach and layer.scale() is None:
+                layer.deferred = True
+                layer.mark_synced()
+
+    def frozen(self) -> list[Tensor]:
+        """The tensors that travel and do not train, large enough for files."""
+        every = (place.get() for place in self.places if place.kind == "_parameters")
+        return [tensor for tensor in every if not tensor.requires_grad and tensor.nbytes >= SMALLEST]
 
     def wait(self) -> None:
         """Wait until the steps of the parameters that are on their way have ended."""
@@ -74,7 +92,7 @@ class HostUnit:
     def sync(self, *, probe: bool) -> None:
         """Make weights and active rows agree where one was changed by hand."""
         for layer in self.layers:
-            layer.sync(probe=probe)
+            layer.follow(probe=probe)
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if parameters were added or removed."""
@@ -91,10 +109,16 @@ class HostUnit:
 
     def changes(self, then: Version | None, now: Version) -> list[Change]:
         """What differs between two versions, the second of which is that of now. ``None``: everything does."""
-        if then is None:
-            return [Change(number) for number in range(len(self.places))]
-        every = (self._change(number, then, now) for number in range(len(self.places)))
-        return [change for change in every if change is not None]
+        every = (
+            Change(number) if then is None else self._change(number, then, now) for number in range(len(self.places))
+        )
+        return [part for change in every if change is not None for part in self._with_deferred(change)]
+
+    def _with_deferred(self, change: Change) -> Iterator[Change]:
+        """A change, and the active rows that a whole weight lacks."""
+        yield change
+        if change.rows is None and (i := self._weights.get(change.number)) is not None and self.layers[i].deferred:
+            yield Change(change.number, self.layers[i].chosen.clone(), self.layers[i])
 
     def _change(self, number: int, then: Version, now: Version) -> Change | None:
         same = then.stamps[number] == now.stamps[number]
@@ -109,11 +133,18 @@ class HostUnit:
             return Change(number, written.rows, layer)
         return Change(number)
 
-    def room_for_rows(self, device: torch.device) -> dict[int, Tensor]:
-        """Empty tensors on a device for the active rows of each weight, by its number among those that travel."""
+    def room_for_rows(self, device: torch.device, *, deferred: bool) -> dict[int, Tensor]:
+        """Empty tensors on a device for the active rows of each weight, by its number among those that travel.
+
+        Args:
+            device: the device.
+            deferred: only of weights into which steps do not write.
+        """
         room = {}
         with torch.inference_mode(False):
             for number, i in self._weights.items():
+                if deferred and not self.layers[i].deferred:
+                    continue
                 layer, shape = self.layers[i], list(self.layers[i].shape)
                 shape[layer.dim] = layer.chosen.numel()
                 room[number] = torch.empty(shape, dtype=layer.weight.dtype, device=device)
@@ -125,10 +156,13 @@ class HostUnit:
         return sum(place.get().nbytes for place in self.places)
 
     def pin(self) -> None:
-        """Move the tensors into one piece of pinned memory, from which a GPU reads without another copy."""
-        slab = _views(torch.empty(_room(self._travelling()), dtype=torch.uint8, pin_memory=True), self._travelling())
-        for place, view in zip(self.places, slab, strict=True):
-            tensor = place.get()
+        """Move the tensors into one piece of pinned memory, from which a GPU reads without another copy.
+
+        Those in files stay there.
+        """
+        tensors = [tensor for tensor in self._travelling() if id(tensor) not in self._mapped]
+        slab = _views(torch.empty(_room(tensors), dtype=torch.uint8, pin_memory=True), tensors)
+        for tensor, view in zip(tensors, slab, strict=True):
             tensor.data = view.copy_(tensor.detach())
 
     def room_on(self, device: torch.device) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grass.offload.executor import Executor
+from grass.offload.home import Home
 from grass.offload.link import Link
 from grass.streaming.boundary import Boundaries
 from grass.streaming.gradients import Gradients
@@ -30,6 +32,7 @@ def stream(
     cache: int | str = 0,
     units: Sequence[str] | None = None,
     offload_activations: bool = False,
+    path: str | os.PathLike[str] | None = None,
     bytes_per_second: float | None = None,
     deadline: float = 600.0,
 ) -> Stream:
@@ -54,6 +57,10 @@ def stream(
         units: names of modules, or of lists of modules whose items are units. Default: the outermost lists that hold
             at least an eighth of the parameters each.
         offload_activations: keep the inputs of units on the host between forward and backward.
+        path: a directory, on a fast disk, for memory-mapped files that the frozen tensors of units lie in; they leave
+            host memory. A step writes there only where rows are explored (``explore=0``: none are), where weights are
+            int8 codes, or where all rows decay; otherwise a refresh does, and whatever reads the weights on the host,
+            such as ``state_dict()``. The files go with the stream.
         bytes_per_second: slows copies down to this rate; only with ``device="cpu"``, to see what overlaps.
         deadline: seconds after which a copy that has not ended is an error.
 
@@ -64,9 +71,12 @@ def stream(
         TypeError: an argument has the wrong type.
         ValueError: the model is not on the CPU or is streamed already, no units are found, a name in ``units`` is
             wrong, or a number is out of range.
+        OSError: the disk of ``path`` has not enough space; nothing was written.
+        MemoryError: the host has not enough memory for the gradients.
         RuntimeError: while training: a copy has failed or takes longer than the deadline.
     """
-    device, cache = _checked(model, device, cache)
+    _check(model, cache, offload_activations)
+    device, home = _device(device), Home(path)
     found = find_units(model, units)
     shared = _shared(model, list(found.values()))
     if compiled := [name for name, unit in found.items() if unit._compiled_call_impl is not None]:
@@ -74,6 +84,7 @@ def stream(
     hosts = [HostUnit(name, module, shared) for name, module in found.items()]
     link = Link(device, bytes_per_second=bytes_per_second)
     executor = Executor(("up", "down"), deadline=deadline)
+    _check_room(hosts, home, in_files=path is not None)
     _move_others(model, hosts, link.device)
     if cache == "auto":
         cache = int(SPARE * torch.cuda.mem_get_info(link.device)[0]) if link.device.type == "cuda" else 0
@@ -81,6 +92,8 @@ def stream(
     loader, gradients, turns = Loader(hosts, link, executor, cache), Gradients(link, executor), Turns()
     boundaries = Boundaries(link, executor) if offload_activations else None
     for number, unit in enumerate(hosts):
+        if path is not None:
+            unit.put_into_files(home)
         if link.device.type == "cuda":
             unit.pin()
         unit.mark()
@@ -158,13 +171,15 @@ class Stream:
 
     def __repr__(self) -> str:
         counts, size = self.counts, sum(unit.nbytes for unit in self.units)
-        return (
-            f"{len(self.units)} units of {size / 1e9:.3g} GB, at most {AHEAD + 1} on {self._loader.device} beside the "
-            f"cache: {counts.loads} loads, {counts.bytes / 1e9:.3g} GB, {counts.hidden:.0%} of the link's time hidden"
+        on_device = min(AHEAD + 1, len(self.units))
+        text = (
+            f"Units: {len(self.units)} of {size / 1e9:.3g} GB in all, at most {on_device} on {self._loader.device} "
+            f"beside the cache. Loads: {counts.loads}, {counts.bytes / 1e9:.3g} GB"
         )
+        return f"{text}, {counts.hidden:.0%} of their time hidden" if counts.copying else text
 
 
-def _checked(model: nn.Module, device: Any, cache: Any) -> tuple[torch.device, int | str]:
+def _check(model: nn.Module, cache: Any, offload_activations: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     if any(isinstance(part, Streamed) for part in model.modules()):
@@ -177,8 +192,30 @@ def _checked(model: nn.Module, device: Any, cache: Any) -> tuple[torch.device, i
     if isinstance(cache, bool) or not isinstance(cache, (int, str)):
         raise TypeError(f"Invalid {cache=}: must be a number of bytes or 'auto'")
     if cache != "auto" and (isinstance(cache, str) or cache < 0):
-        raise ValueError(f"Invalid {cache=}: must be >= 0 or 'auto'")
-    return torch.device(device), cache
+        raise ValueError(f"Invalid {cache=}: must be a number of bytes >= 0 or 'auto'")
+    if not isinstance(offload_activations, bool):
+        raise TypeError(f"Invalid {offload_activations=}: must be a bool")
+
+
+def _device(device: Any) -> torch.device:
+    """The device, if it is there."""
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"Invalid {device=}: must be a torch.device or its name")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"Invalid {device=}: must be 'cuda', 'cuda:1', ... or 'cpu'") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"Invalid device={str(found)!r}: PyTorch finds no CUDA device here")
+    return found
+
+
+def _check_room(units: list[HostUnit], home: Home, *, in_files: bool) -> None:
+    """Check that gradients fit into host memory, and frozen tensors into files."""
+    trained = {id(p): p.nbytes for unit in units for p in unit.trained() if p.requires_grad}
+    Home(None).check_room(sum(trained.values()), "the gradient of a streamed model")
+    if in_files:
+        home.check_room(sum(tensor.nbytes for unit in units for tensor in unit.frozen()), "streamed weights")
 
 
 def _shared(model: nn.Module, units: list[nn.Module]) -> set[int]:

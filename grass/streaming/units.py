@@ -33,7 +33,7 @@ def find_units(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Mo
         raise ValueError("Invalid units=[]: must name at least one module")
     if not found:
         raise ValueError(
-            f"No list of modules holds {SHARE:.0%} of the parameters: name the modules that shall visit the device one "
+            "No list of modules holds an eighth of the parameters: name the modules that shall visit the device one "
             "by one with units="
         )
     parts = [part for unit in found.values() for part in unit.modules()]

@@ -46,7 +46,7 @@ class Visitor:
     def begin(self, steps: Steps, counts: Counts) -> None:
         """Make the task that copies what differs from the host's tensors once their step has ended."""
         mark, unit = self._link.mark(), self._unit
-        self._rows = {} if self.version is None else unit.room_for_rows(self._link.device)
+        self._rows = unit.room_for_rows(self._link.device, deferred=self.version is None)
 
         def work() -> None:
             unit.wait()
@@ -54,7 +54,7 @@ class Visitor:
             changes, self.version, start = unit.changes(self.version, now), now, time.perf_counter()
             for change in changes:
                 counts.bytes += self._copy(change, mark)
-            is_whole = len(changes) == len(unit.places) and all(change.rows is None for change in changes)
+            is_whole = sum(change.rows is None for change in changes) == len(unit.places)
             if self._link.device.type == "cpu":  # without streams, this thread may do the device's work
                 self.arrive()
             counts.loads += is_whole
@@ -79,9 +79,7 @@ class Visitor:
         if change.rows is None or change.layer is None:
             source, there = outgoing(self._unit.places[change.number].get()), self.tensors[change.number]
         else:
-            there = self._rows[change.number]
-            source = Projector(change.rows, None, change.layer.dim).gather(change.layer.matrix(), out=None)
-            source = outgoing(source).contiguous()
+            source, there = change.layer.current(change.rows).contiguous(), self._rows[change.number]
             self._arrived.append(change)
         self._link.up(source, there, mark)
         return source.nbytes

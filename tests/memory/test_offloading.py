@@ -43,7 +43,9 @@ def trained(method: str, setting: Setting, config: Any = CONFIG, **offload: Any)
         bank = str(setting.bank_dtype).removeprefix("torch.")
         options = {"moment_dtype": setting.moments, "state_policy": setting.policy, "bank_dtype": bank}
         params = model
-    optimizer = grass.GrassAdamW(params, offload=grass.Offload(overlap=False, **offload), **options)
+    optimizer = grass.GrassAdamW(
+        params, offload=grass.Offload(overlap=False, masters=setting.masters, **offload), **options
+    )
     ids = torch.arange(16).view(1, 16)
     for _ in range(2):
         model(input_ids=ids, labels=ids).loss.backward()
@@ -91,7 +93,9 @@ def test_seconds_are_those_of_the_engine(method: str, machine: Machine) -> None:
     ("method", "options"),
     [
         ("AdamW", {}),
+        ("AdamW", {"masters": True}),
         ("Grass", {}),
+        ("Grass", {"masters": True}),
         ("Grass", {"moments": "8bit", "policy": "bank"}),
         ("Grass", {"moments": "bfloat16", "policy": "bank", "bank_dtype": torch.bfloat16, "dim": 0}),
         ("Grass", {"policy": "reset", "dtype": torch.float32}),

@@ -21,6 +21,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "units of an unknown name": ({"units": ["blocks", "layers"]}, ValueError, "'layers'"),
     "no units": ({"units": []}, ValueError, "units="),
     "a unit in another's module": ({"units": ["blocks.0", "blocks.0.up"]}, ValueError, "lie in each other"),
+    "cache in words": ({"cache": "4GB"}, ValueError, "number of bytes"),
+    "device that does not exist": ({"device": "gpu"}, ValueError, "device='gpu'"),
+    "device that is none": ({"device": None}, TypeError, "device=None"),
+    "offload_activations of the wrong type": ({"offload_activations": "x"}, TypeError, "offload_activations='x'"),
+    "path that is a file": ({"path": __file__}, ValueError, "path="),
     "device of another kind": ({"device": "mps"}, ValueError, "device='mps'"),
     "rate of 0": ({"bytes_per_second": 0}, ValueError, "bytes_per_second=0"),
     "rate below 0": ({"bytes_per_second": -1.0}, ValueError, "bytes_per_second=-1.0"),
@@ -94,17 +99,33 @@ def test_a_compiled_unit(compiled: str) -> None:
         model(torch.arange(8).view(1, 8)).sum().backward()
 
 
-@pytest.mark.parametrize("change", ["compact", "adapter"])
-def test_parameters_added_later(change: str) -> None:
+def test_parameters_added_later() -> None:
     model = Network()
     handle = grass.stream(model, device="cpu")
-    if change == "compact":
-        grass.compact(model, rank=4)
-    else:
-        model.blocks[0].scale = nn.Parameter(torch.ones(1))  # type: ignore[assignment]
+    model.blocks[0].scale = nn.Parameter(torch.ones(1))  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match=r"'blocks.0' had \d+ parameters at grass.stream\(\) and has \d+ now"):
         model(torch.arange(8).view(1, 8))
     handle.close()
     grass.stream(model, device="cpu")
     model(torch.arange(8).view(1, 8)).sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad and p.numel() != 1)
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no CUDA device"):
+        grass.stream(Network())
+
+
+def test_a_streamed_model_is_not_converted() -> None:
+    model = Network()
+    handle = grass.stream(model, device="cpu")
+    with pytest.raises(RuntimeError, match="streamed"):
+        grass.compact(model, rank=4)
+    handle.close()
+    grass.compact(model, rank=4)
+    handle = grass.stream(model, device="cpu")
+    with pytest.raises(RuntimeError, match="streamed"):
+        grass.expand(model)
+    handle.close()
+    assert grass.expand(model)

@@ -49,12 +49,22 @@ def planned(args):
         checkpointing=args.checkpointing,
         chunk_tokens=args.chunked_loss,
         offload=args.offload,
+        masters=args.offload_masters,
         stream=args.stream,
         cache=args.cache,
         host_activations=args.host_activations,
     )
     method = "AdamW" if args.optimizer == "adamw" else "Grass int8" if args.weights else "Grass"
     return plan(method, Architecture.from_config(config), setting), config
+
+
+def planned_and_said(recipe, page):
+    """A recipe's arguments, its plan, which its comment states, and its row in a table."""
+    args = pretrain["argument_parser"]().parse_args(flags(recipe))
+    plan, _ = planned(args)
+    expected = f"# Planned: {plan.total / 1e9:.1f} GB on the device, {plan.on_host / 1e9:.1f} GB on the host.\n"
+    assert expected in recipe.read_text()
+    return args, plan, next(line for line in (ROOT / page).read_text().splitlines() if f"`{recipe.name}`" in line)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -71,11 +81,7 @@ def test_fits_the_gpu_of_its_name(recipe):
 
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if "offload" in path.stem], ids=lambda path: path.stem)
 def test_says_what_is_planned(recipe):
-    args = pretrain["argument_parser"]().parse_args(flags(recipe))
-    plan, _ = planned(args)
-    expected = f"# Planned: {plan.total / 1e9:.1f} GB on the device, {plan.on_host / 1e9:.1f} GB on the host.\n"
-    assert expected in recipe.read_text()
-    row = next(line for line in (ROOT / "docs/offload.md").read_text().splitlines() if f"`{recipe.name}`" in line)
+    args, plan, row = planned_and_said(recipe, "docs/offload.md")
     memory = re.search(r"_(\d+)gb_", recipe.stem)[1]
     assert row.endswith(f"| {memory} GB | {plan.on_host / 1e9:.0f} GB |")
     if args.compact:
@@ -84,11 +90,7 @@ def test_says_what_is_planned(recipe):
 
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if "--stream" in path.read_text()], ids=lambda p: p.stem)
 def test_streaming_recipes_say_what_is_planned(recipe):
-    args = pretrain["argument_parser"]().parse_args(flags(recipe))
-    plan, _ = planned(args)
-    expected = f"# Planned: {plan.total / 1e9:.1f} GB on the device, {plan.on_host / 1e9:.1f} GB on the host.\n"
-    assert expected in recipe.read_text()
-    row = next(line for line in (ROOT / "docs/streaming.md").read_text().splitlines() if f"`{recipe.name}`" in line)
+    args, plan, row = planned_and_said(recipe, "docs/streaming.md")
     assert row.endswith(f"| rank {args.rank} | {plan.total / 1e9:.0f} GB | {plan.on_host / 1e9:.0f} GB |")
     args.stream, args.host_activations = False, False
     assert planned(args)[0].total > parse_bytes("24gb")
@@ -97,7 +99,7 @@ def test_streaming_recipes_say_what_is_planned(recipe):
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if "offload" in path.stem], ids=lambda path: path.stem)
 def test_does_not_fit_without_offload(recipe):
     args = pretrain["argument_parser"]().parse_args(flags(recipe))
-    args.offload = False
+    args.offload = args.offload_masters = False
     memory = re.search(r"_(\d+gb)_", recipe.stem)[1]
     assert planned(args)[0].total > parse_bytes(memory)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from grass.command_line import number
@@ -46,6 +47,17 @@ def add_optimizer_flags(add: AddFlag) -> None:
         action="store_true",
         help="grass, adamw: keep the optimizer's state in host memory and step there during the next forward; "
         "adamw is then GrassAdamW at full rank, which is AdamW",
+    )
+    add(
+        "--offload-masters",
+        action="store_true",
+        help="--offload: float32 masters and moments of half-precision parameters that are stepped whole",
+    )
+    add(
+        "--offload-path",
+        type=Path,
+        metavar="DIRECTORY",
+        help="--offload: state, and with --stream frozen weights, in files there",
     )
 
 

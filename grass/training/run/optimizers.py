@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Adafactor, AdamW, Optimizer
 
-from grass import GrassAdamW, compact, param_groups
+from grass import GrassAdamW, Offload, compact, param_groups
 from grass.coverage import silent
 from grass.options import DEFAULTS, Options, validate
 
@@ -48,6 +49,8 @@ class OptimizerConfig:
         weights: ``"int8"`` stores compact mode's frozen weights in 8 bits.
         offload: keep the optimizer's state in host memory and step there (grass, adamw). ``name="adamw"`` is then
             :class:`grass.GrassAdamW` at full rank, which is AdamW.
+        offload_masters: float32 masters and moments on the host of half-precision parameters that are stepped whole.
+        offload_path: a directory for files that hold the host's state (``grass.Offload(path=...)``).
     """
 
     name: str = "grass"
@@ -76,6 +79,8 @@ class OptimizerConfig:
     active_dtype: str | None = None
     weights: str | None = None
     offload: bool = False
+    offload_masters: bool = False
+    offload_path: Path | None = None
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
@@ -92,6 +97,9 @@ class OptimizerConfig:
             raise ValueError(f"active_dtype={self.active_dtype}, weights={self.weights} need compact=True")
         if self.offload and self.name not in OFFLOADABLE:
             raise ValueError(f"Invalid offload=True with name={self.name}: must be one of {', '.join(OFFLOADABLE)}")
+        if not self.offload and (self.offload_masters or self.offload_path is not None):
+            given = f"offload_masters={self.offload_masters}, offload_path={self.offload_path}"
+            raise ValueError(f"Invalid {given}: need offload=True")
 
     @property
     def resumable(self) -> bool:
@@ -105,6 +113,11 @@ class OptimizerConfig:
     def common(self) -> dict[str, Any]:
         """The arguments that every AdamW takes."""
         return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+
+    @property
+    def host(self) -> Offload | None:
+        """What :class:`grass.GrassAdamW` takes as ``offload``."""
+        return Offload(masters=self.offload_masters, path=self.offload_path) if self.offload else None
 
     @property
     def grass(self) -> dict[str, Any]:
@@ -139,7 +152,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 def _adamw(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     fused = all(parameter.device.type in FUSED_DEVICES for parameter in model.parameters()) or None
     if config.offload:  # with `fused`, so that its checkpoints and AdamW's are interchangeable
-        return GrassAdamW(model.named_parameters(), **config.common, fused=fused, offload="cpu")
+        return GrassAdamW(model.named_parameters(), **config.common, fused=fused, offload=config.host)
     return AdamW(model.named_parameters(), **config.common, fused=fused)
 
 
@@ -157,7 +170,7 @@ def convert(module: nn.Module, number: int = 0, *, config: OptimizerConfig) -> N
 
 
 def _grass(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    common = {**config.common, "offload": "cpu" if config.offload else None}
+    common = {**config.common, "offload": config.host}
     if not config.compact:
         return GrassAdamW(param_groups(model, config.rank, dim=config.grass_dim, **config.grass), **common)
     convert(model, config=config)
