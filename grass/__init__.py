@@ -10,6 +10,7 @@ from grass import diagnostics, memory
 from grass.compact_mode.attach import Attachment, attach
 from grass.compact_mode.calibration import calibrate
 from grass.compact_mode.conversion import compact, expand
+from grass.compact_mode.experts import expert_linear
 from grass.functional import compact_adamw
 from grass.groups import param_groups
 from grass.in_backward import step_in_backward
@@ -42,6 +43,7 @@ __all__ = [
     "diagnostics",
     "distributed",
     "expand",
+    "expert_linear",
     "int8",
     "matched_modules",
     "memory",

@@ -22,6 +22,9 @@ LOW = 0.5
 NAMED = 4
 """Largest number of kinds of full-rank weights that the line names, the largest weights first."""
 
+EXPERT_ROWS = "grass_rows"
+"""The submodule of a module of experts that has its active rows (:mod:`grass.compact_mode.experts`)."""
+
 _silenced = 0
 
 
@@ -73,8 +76,8 @@ def _sizes(
     modules = dict(model.named_modules())
     for name, p in model.named_parameters():
         module, _, attribute = name.rpartition(".")
-        ours = module in covered and attribute == "weight"
-        rows = module in covered and attribute == "active"
+        ours = name in covered or (module in covered and attribute == "weight")
+        rows = attribute == "active" and (module in covered or f".{EXPERT_ROWS}." in f".{module}")
         if is_lazy(p) or rows or not (p.requires_grad or ours):
             continue
         total += p.numel()
@@ -83,7 +86,7 @@ def _sizes(
         elif p.ndim > 1:
             other = "embedding" if isinstance(modules[module], nn.Embedding) else f"{p.ndim}-D"
             shown = module if attribute == "weight" and module else name
-            full[re.sub(r"\d+(?=\.|$)", "*", shown), linear.get(module, other)] += p.numel()
+            full[re.sub(r"\d+(?=\.|$)", "*", shown), linear.get(module, linear.get(name, other))] += p.numel()
     return selected, total, full
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from grass.compact_mode.layer import CompactLayer
 from grass.optimizer import GrassAdamW
-from grass.targets import Targets, matched_modules, report_coverage
+from grass.targets import Targets, matched_experts, matched_modules, report_coverage
 
 __all__ = ["matched_modules", "param_groups"]
 
@@ -24,8 +24,9 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Two parameter groups for :class:`grass.GrassAdamW`: projected target weights, and plain AdamW for the rest.
 
-    Biases, norms, embeddings and output heads go to the second group. One line reports the share of the parameters that
-    is projected and the weights that are not: on the logger ``grass``, or on stderr if logging is not configured. The
+    Weights of experts, ``(E, m, n)``, are projected too, expert by expert. Biases, norms, embeddings and output heads
+    go to the second group. One line reports the share of the parameters that is projected and the weights that are
+    not: on the logger ``grass``, or on stderr if logging is not configured. The
     matched names are in ``optimizer.param_groups[0]["param_names"]``.
 
     Args:
@@ -42,11 +43,14 @@ def param_groups(
     unknown = overrides.keys() - signature(GrassAdamW).parameters.keys()
     if unknown:
         raise TypeError(f"GrassAdamW has no argument {', '.join(sorted(unknown))}")
-    matched = matched_modules(model, targets, exclude)
-    projected = {f"{name}.weight" for name in matched}
+    experts = set(matched_experts(model, targets, exclude))
+    matched = matched_modules(model, targets, exclude, may_be_none=bool(experts))
+    projected = {f"{name}.weight" for name in matched} | experts
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     rest = {"params": [item for item in named if item[0] not in projected], "rank": None}
     group = {"params": [item for item in named if item[0] in projected], "rank": rank, **overrides}
+    if experts:
+        group["experts"] = True
     if not group["params"]:
         if any(isinstance(model.get_submodule(name), CompactLayer) for name in matched):
             raise ValueError(
@@ -54,5 +58,6 @@ def param_groups(
                 "grass.expand(model) first for dense mode"
             )
         raise ValueError("Every weight that matches is frozen (requires_grad=False)")
-    report_coverage(model, "projects", [name.removesuffix("weight").removesuffix(".") for name, _ in group["params"]])
+    names = [name if name in experts else name.removesuffix("weight").removesuffix(".") for name, _ in group["params"]]
+    report_coverage(model, "projects", names)
     return [group, rest] if rest["params"] else [group]

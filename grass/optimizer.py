@@ -83,6 +83,9 @@ class GrassAdamW(Optimizer):
             dimension, cut to the rows there are (:mod:`grass.selection.exploration`). ``1.0`` moves all of them, 0
             none. ``None`` is ``1.0`` in dense mode, 0 with ``replacement=True``, and the number that the layers were
             converted with in compact mode.
+        experts: weights ``(E, m, n)`` are matrices of ``E`` experts. Rows are chosen of each by its own gradient, and
+            an expert without tokens stays as it is (:mod:`grass.stepping.experts`). ``False``: they are ``(E, m n)``.
+            :func:`grass.param_groups` sets it.
         bank_dtype: precision of the bank: ``"float32"`` or ``"bfloat16"``.
         shard_bank: divide the bank among the ranks of data-parallel training instead of keeping a copy on each. Ranks
             then exchange the rows that enter a selection, and each must save its part of the state (see
@@ -151,6 +154,7 @@ class GrassAdamW(Optimizer):
         maximize: bool = False,
         decay: str = "selected",
         explore: int | float | None = None,
+        experts: bool = False,
         bank_dtype: str | torch.dtype = "float32",
         shard_bank: bool = False,
         moment_dtype: str | torch.dtype = "float32",

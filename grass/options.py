@@ -122,6 +122,9 @@ class Options:
         "rows that move without state in each step; default: all others, in compact mode as many as rank",
         shared=True,
     )
+    experts: bool = _option(
+        False, _FLAG, "weights (E, m, n) are matrices of E experts, whose rows are chosen one by one", shared=True
+    )
     bank_dtype: str = _option("float32", one_of("float32", "bfloat16"), "precision of the bank", shared=True)
     shard_bank: bool = _option(False, _FLAG, "divide the bank among the processes of DDP", shared=True)
     moment_dtype: str = _option("float32", one_of(*PRECISIONS), "precision of selected rows' moments", shared=True)
@@ -144,6 +147,23 @@ class Options:
     def projects(self, tensor: Tensor) -> bool:
         """Whether rows of a tensor of this group are selected: the group has a rank, the tensor is a matrix."""
         return is_projected(tensor, vars(self))
+
+    def experts_of(self, tensor: Tensor) -> int:
+        """How many matrices a tensor of this group consists of: ``E`` for the weights of experts, else 1."""
+        return tensor.shape[0] if self.experts and tensor.ndim == 3 else 1
+
+    def dim_of(self, tensor: Tensor) -> int:
+        """The dimension in which rows of a tensor of this group are selected, as a matrix or as those of experts."""
+        return resolve_dim(self.dim, tensor[0] if self.experts_of(tensor) > 1 else as_matrix(tensor))
+
+    def matrix_of(self, tensor: Tensor) -> Tensor:
+        """The tensor as one matrix; of experts one without values, which has the shape of all beside each other."""
+        experts, dim = self.experts_of(tensor), self.dim_of(tensor)
+        if experts == 1:
+            return as_matrix(tensor)
+        shape = list(tensor.shape[1:])
+        shape[dim] *= experts
+        return tensor.new_empty(()).expand(shape)
 
     def selected(self, size: int) -> int:
         """How many of ``size`` rows are selected."""

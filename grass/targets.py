@@ -22,10 +22,13 @@ def report_coverage(model: nn.Module, verb: str, covered: Collection[str]) -> No
     """Report the share of a model that Grass trains by rows; ``covered`` has the names of its linear layers."""
     heads = set(_head_names(model))
     linear = {name: module for name, module in model.named_modules() if is_linear(module)}
-    report(model, verb, covered, {name: "output head" if name in heads else "linear" for name in linear})
+    kinds = {name: "output head" if name in heads else "linear" for name in linear}
+    report(model, verb, covered, kinds | dict.fromkeys(matched_experts(model), "experts"))
 
 
-def matched_modules(model: nn.Module, targets: Targets = None, exclude: Targets = ()) -> list[str]:
+def matched_modules(
+    model: nn.Module, targets: Targets = None, exclude: Targets = (), *, may_be_none: bool = False
+) -> list[str]:
     """Names of the linear layers that ``targets`` picks and ``exclude`` does not.
 
     ``None`` and ``"all-linear"`` pick every linear layer except output heads and layers whose weight is shared with
@@ -51,11 +54,39 @@ def matched_modules(model: nn.Module, targets: Targets = None, exclude: Targets 
         if name not in own:
             reason = "empty" if name in empty else "shared with another module"
             logger.warning("Grass passes over %s: its weight is %s", name, reason)
-    if not own:
+    if not own and not may_be_none:
         listed = ", ".join([*linear][:8]) + (", ..." if len(linear) > 8 else "")
         reason = "match only layers with shared or empty weights" if matched else "match no linear layer"
         raise ValueError(f"{targets=}, {exclude=} {reason}; the model has: {listed or 'none'}")
     return own
+
+
+def matched_experts(model: nn.Module, targets: Targets = None, exclude: Targets = ()) -> list[str]:
+    """Names of the weights of experts that ``targets`` picks and ``exclude`` does not, as :func:`matched_modules`."""
+    by_default = targets is None or targets == "all-linear"
+    names = (
+        f"{name}.{weight}" if name else weight
+        for name, module in model.named_modules()
+        for weight in expert_weights(module)
+    )
+    return [name for name in names if (by_default or _matches(name, targets)) and not _matches(name, exclude)]
+
+
+def expert_weights(module: nn.Module) -> dict[str, bool]:
+    """The weights ``(E, m, n)`` of a module of experts by name, and whether they are stored as ``(E, n, m)``.
+
+    Modules of Hugging Face transformers are known. Others say it themselves: ``grass_experts = {"up": False}``.
+    """
+    if (own := getattr(module, "grass_experts", None)) is not None:
+        return dict(own)
+    if not hasattr(module, "_apply_gate") or not hasattr(module, "is_transposed"):
+        return {}
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    return {name: bool(module.is_transposed) for name in names if _is_batch(module._parameters.get(name))}
+
+
+def _is_batch(weight: object) -> bool:
+    return isinstance(weight, nn.Parameter) and weight.ndim == 3 and weight.is_floating_point()
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -71,7 +71,10 @@ def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
         raise TypeError(f"GrassAdamW takes real tensors, got {tensor.dtype} of shape {tuple(tensor.shape)}")
     if not is_projected(tensor, group):
         return
-    matrix = torch.empty(tensor.shape, device="meta").flatten(1)
+    is_batch = group["experts"] and tensor.ndim == 3
+    if is_batch:
+        _check_experts(group)
+    matrix = torch.empty(tensor.shape[1:] if is_batch else tensor.shape, device="meta").flatten(1)
     size = matrix.shape[resolve_dim(group["dim"], matrix)]
     rank = resolve_rank(group["rank"], size)
     if rank > size:
@@ -87,17 +90,30 @@ def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
 
 
 def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:
-    size, count = layer.shape[layer.dim], layer.explored.numel()
+    if layer.experts > 1:
+        _check_experts(group)
+    size = layer.shape[layer.dim] // layer.experts
+    selected, count = (rows // layer.experts for rows in layer.counts())
     if group["replacement"]:
         raise ValueError("Compact mode takes replacement=False: active rows are neither scaled nor repeated")
     rank, explore = group["rank"], group["explore"]
-    if rank is not None and resolve_rank(rank, size) != layer.rank:
+    if rank is not None and resolve_rank(rank, size) != selected:
         raise ValueError(
-            f"Invalid {rank=}: must be None or {layer.rank}, which grass.compact() gave the layers already; "
+            f"Invalid {rank=}: must be None or {selected}, which grass.compact() gave the layers already; "
             "to train more or fewer rows, convert with another rank"
         )
-    if explore is not None and resolve_explore(explore, layer.rank, size) != count:
+    if explore is not None and resolve_explore(explore, selected, size) != count:
         raise ValueError(
             f"Invalid {explore=}: must be None or {count}, which grass.compact() gave the layers already; "
             "to explore more or fewer rows, convert with another explore"
         )
+
+
+def _check_experts(group: dict[str, Any]) -> None:
+    """Refuse what is not there for experts, whose state is stepped expert by expert."""
+    if group["moment_dtype"] == "8bit":
+        raise ValueError("moment_dtype='8bit' does not take experts: its blocks of 256 values run over them")
+    if group["replacement"]:
+        raise ValueError("replacement=True does not take experts")
+    if group["decay"] == "all":
+        raise ValueError("decay='all' does not take experts: those without tokens stay as they are")

@@ -29,6 +29,7 @@ class ActiveRows(nn.Module):
     first_draw: tuple[int, int]
     label: str = ""
     selections: int = 0
+    experts = 1  # matrices that the weight consists of (grass.compact_mode.experts)
     stores_transposed = False
 
     @property
@@ -43,8 +44,11 @@ class ActiveRows(nn.Module):
 
     def matrix(self) -> Tensor:
         """The weight as an ``(m, n)`` view, output features first, detached; this rank's part if it is sharded."""
-        matrix = local(self.weight.detach())
-        return matrix.t() if self.stores_transposed else matrix
+        return self.as_matrix(local(self.weight.detach()))
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """A tensor that is laid out like the weight as ``(m, n)``; a view."""
+        return weight.t() if self.stores_transposed else weight
 
     def weight_axis(self, dim: int) -> int:
         """The dimension of ``weight`` that is dimension ``dim`` of the matrix."""
@@ -116,9 +120,12 @@ class ActiveRows(nn.Module):
 
     def draw_first(self) -> Tensor:
         """The rows that a conversion chooses, uniformly: int64 ``(r + q,)`` on the CPU."""
-        size, count = self.shape[self.dim], self.chosen.numel()
-        order = torch.randperm(size, generator=draw_generator(*self.first_draw))
-        return torch.cat([order[: self.rank].sort().values, order[self.rank : count].sort().values])
+        size, generator = self.shape[self.dim] // self.experts, draw_generator(*self.first_draw)
+        r, q = (count // self.experts for count in self.counts())
+        orders = [torch.randperm(size, generator=generator) for _ in range(self.experts)]
+        parts = [(i * size, order) for i, order in enumerate(orders)]
+        selected = [start + order[:r].sort().values for start, order in parts]
+        return torch.cat(selected + [start + order[r : r + q].sort().values for start, order in parts])
 
     def rows_repr(self) -> str:
         """Rank, dim and how many rows are explored, as keyword arguments."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.calibration import calibrate
+from grass.compact_mode.expert_conversion import experts_to_convert, is_converted, put_beside, take_away
+from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.int8 import Int8Linear
 from grass.compact_mode.layer import CompactLayer, CompactLinear
 from grass.compact_mode.left_alone import left_alone
@@ -79,35 +81,52 @@ def compact(
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     _check_arguments(rank, explore, dim, dtype, weights)
     check_not_streamed(model)
-    layers = {name: model.get_submodule(name) for name in matched_modules(model, targets, exclude)}
+    experts = experts_to_convert(model, targets, exclude, dim, weights)
+    layers = {
+        name: model.get_submodule(name) for name in matched_modules(model, targets, exclude, may_be_none=bool(experts))
+    }
     reasons = left_alone(model)
     ranks = {
-        name: _checked_ranks(name, layer, rank, explore, dim, weights)
+        name: _checked_ranks(name, layer, _size(layer, dim), rank, explore, dim, weights)
         for name, layer in layers.items()
         if convertible(name, layer, reasons)
     }
-    if not ranks:
+    experts_ranks = {
+        name: _checked_ranks(name, rows, rows.shape[dim] // rows.experts, rank, explore, dim, weights)
+        for name, rows in experts.items()
+    }
+    if not ranks and not experts:
         raise ValueError(f"None of the layers matched can be converted: {', '.join(layers)}")
     for index, (name, layer_ranks) in enumerate(ranks.items()):
         if not isinstance(layers[name], CompactLayer):
-            _convert(layers[name], name, *layer_ranks, dim, dtype, weights, (seed, index))
+            _become(layers[name], _compact_class(layers[name], weights))
+            _convert(layers[name], name, *layer_ranks, dim, dtype, (seed, index))
+    for index, (name, layer_ranks) in enumerate(experts_ranks.items(), len(ranks)):
+        rows = experts[name]
+        if not is_converted(rows):
+            rows.weight.requires_grad_(False)
+            r, q = (count * rows.experts for count in layer_ranks)
+            _convert(rows, name, r, q, dim, dtype, (seed, index))
+            put_beside(model, rows)
     watch_optimizers()
     if calibration is not None:
         calibrate(model, calibration)
-    converted = [name for name, layer in model.named_modules() if isinstance(layer, CompactLayer)]
-    report_coverage(model, "converted", converted)
-    return list(ranks)
+    report_coverage(model, "converted", _converted_names(model))
+    return [*ranks, *experts_ranks]
 
 
 def expand(model: nn.Module) -> list[str]:
     """Undo :func:`compact`: converted layers become plain and trainable again. Returns their names."""
     check_not_streamed(model)
     names = []
-    for name, layer in model.named_modules():
+    for name, layer in list(model.named_modules()):
         if isinstance(layer, CompactLayer):
-            names.append(name)
+            names.append(layer.label if isinstance(layer, ExpertRows) else name)
             LAYERS.discard(layer)
             layer.unconvert()
+            if isinstance(layer, ExpertRows):
+                take_away(model, layer)
+                continue
             for attribute in ("active", "chosen", "dim", "sketch", "signs"):
                 delattr(layer, attribute)
             for attribute in CONVERSION_ATTRIBUTES:
@@ -179,12 +198,32 @@ def _check_arguments(rank: Any, explore: Any, dim: Any, dtype: Any, weights: Any
         raise ValueError(f"Invalid {weights=}: must be 'int8', or None for the weights as they are")
 
 
-def _checked_ranks(
-    name: str, layer: Any, rank: int | float, explore: int | float | None, dim: int, weights: str | None
-) -> tuple[int, int]:
-    """Numbers of rows that a layer selects and explores, after checks."""
+def _converted_names(model: nn.Module) -> list[str]:
+    every = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, CompactLayer))
+    return [layer.label if isinstance(layer, ExpertRows) else name for name, layer in every]
+
+
+def _size(layer: Any, dim: int) -> int:
+    """Rows or columns of a layer."""
     cls: Any = type(layer) if isinstance(layer, CompactLayer) else _compact_class(layer)
-    size = layer.weight.shape[dim ^ cls.stores_transposed]
+    size: int = layer.weight.shape[dim ^ cls.stores_transposed]
+    return size
+
+
+def _checked_ranks(
+    name: str, layer: Any, size: int, rank: int | float, explore: int | float | None, dim: int, weights: str | None
+) -> tuple[int, int]:
+    """Numbers of rows that a layer selects and explores, of each expert, after checks.
+
+    Args:
+        name: of the layer.
+        layer: plain or converted.
+        size: rows to select from.
+        rank: as given to :func:`compact`, like the others.
+        explore: likewise.
+        dim: likewise.
+        weights: likewise.
+    """
     resolved = resolve_rank(rank, size)
     if resolved > size:
         raise ValueError(f"Invalid {rank=}: must be a fraction in (0, 1] or an integer up to {size} ({name}, {dim=})")
@@ -193,13 +232,20 @@ def _checked_ranks(
         raise ValueError(
             f"Invalid {explore=}: must be a fraction or an integer up to {size - resolved} ({name}, {dim=})"
         )
-    if isinstance(layer, CompactLayer):
-        was = layer.rank, layer.dim, layer.explored.numel(), layer.weights
+    if isinstance(layer, CompactLayer) and is_converted(layer):
+        r, q = (count // layer.experts for count in layer.counts())
+        was = r, layer.dim, q, layer.weights
         asked = resolved, dim, explored, weights
         if was != asked:
             given, now = ("rank={}, dim={}, explore={}, weights={!r}".format(*values) for values in (was, asked))
             raise ValueError(f"{name} was converted with {given}, not {now}; call grass.expand(model) first")
     return resolved, explored
+
+
+def _become(layer: Any, cls: type[CompactLayer] | None) -> None:
+    """Turn a plain layer into a :class:`CompactLayer`; the module and its weight parameter stay the same objects."""
+    layer.weight.requires_grad_(False)
+    layer.__class__ = cls
 
 
 def _convert(
@@ -209,12 +255,9 @@ def _convert(
     explored: int,
     dim: int,
     dtype: torch.dtype | None,
-    weights: str | None,
     first_draw: tuple[int, int],
 ) -> None:
-    """Turn a plain layer into a :class:`CompactLayer`; the module and its weight parameter stay the same objects."""
-    layer.weight.requires_grad_(False)
-    layer.__class__ = _compact_class(layer, weights)
+    """Choose the first rows of a layer and make them a parameter."""
     matrix = layer.matrix().transpose(0, dim).contiguous().transpose(0, dim)
     layer.label, layer.rank, layer.dim, layer.first_draw = name, rank, dim, first_draw
     sizes = matrix.shape[dim], rank, explored
@@ -225,7 +268,7 @@ def _convert(
     )
     layer.chosen.copy_(layer.draw_first())
     rows = layer.active_projector().gather(matrix)
-    layer.active = nn.Parameter(rows.to(dtype or (torch.float32 if weights else matrix.dtype)))
+    layer.active = nn.Parameter(rows.to(dtype or (torch.float32 if layer.weights else matrix.dtype)))
     layer.store(matrix)
     layer.mark_synced()
     LAYERS.add(layer)

@@ -158,7 +158,7 @@ def _norms_for(layers: list[CompactLayer], options: Options, ranks: Ranks) -> li
 def _choose_rows(item: Trained, norms: Tensor, carry: Carry, options: Options) -> None:
     """Select the rows that train from the next step on."""
     layer, state, position = item
-    refresh(state, carry, norms, layer.dim, layer.rank, options, position)
+    refresh(state, carry, norms, layer.dim, layer.rank, options, position, layer.experts)
     if "row_scale" in state:
         raise ValueError(f"selection={options.selection!r} scales or repeats rows: not for compact mode")
     state["indices"] = state["indices"].to(layer.chosen.device)
@@ -176,13 +176,13 @@ def _explore_other_rows(every: list[Trained], options: Options) -> None:
         key = options.seed, position, state["step"]
         own: dict[str, Any] = layer._parameters | layer._buffers  # past __getattr__, which is slow
         places = own["weight"], layer.weight_axis(layer.dim), own["active"], layer.dim, own["chosen"], layer.rank
-        if not draws.add(*places, draw_key(*key)):
+        if layer.experts > 1 or not draws.add(*places, draw_key(*key)):
             layer.explore(_drawn(layer, state, key))
     draws.run()
 
 
 def _drawn(layer: CompactLayer, state: State, key: tuple[int, int, int]) -> Tensor:
-    return draw_explored(state["indices"], layer.shape[layer.dim], layer.explored.numel(), *key)
+    return draw_explored(state["indices"], layer.shape[layer.dim], layer.explored.numel(), *key, layer.experts)
 
 
 def _draws_again(layer: CompactLayer, state: State) -> bool:

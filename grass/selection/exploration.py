@@ -65,7 +65,9 @@ def gradient_scale(size: int, rank: int, count: int) -> float:
     return math.sqrt((size - rank) / count)
 
 
-def draw_explored(selected: Tensor, size: int, count: int, seed: int, parameter: int, step: int) -> Tensor:
+def draw_explored(
+    selected: Tensor, size: int, count: int, seed: int, parameter: int, step: int, experts: int = 1
+) -> Tensor:
     """Draw ``count`` of the rows that are not ``selected``, uniformly without replacement.
 
     Drawn are the rows with the largest random bits (:func:`grass.kernels.random_bits`), which differ between all rows
@@ -78,13 +80,20 @@ def draw_explored(selected: Tensor, size: int, count: int, seed: int, parameter:
         seed: of the optimizer.
         parameter: the parameter's place among all groups.
         step: steps that this parameter has taken.
+        experts: matrices that the rows belong to, one after another; equally many are drawn of each.
 
     Returns:
         int64 ``(count,)``, ascending, on the device of ``selected``.
     """
     rows = torch.arange(size, device=selected.device)
     bits: Tensor = random_bits(rows, draw_key(seed, parameter, step), Stream.DRAW)
-    return bits.index_fill_(0, selected, -1).topk(count).indices.sort().values
+    of_each = bits.index_fill_(0, selected, -1).view(experts, -1).topk(count // experts).indices.sort().values
+    return (of_each + first_rows(experts, size, of_each.device)).flatten()
+
+
+def first_rows(experts: int, size: int, device: torch.device) -> Tensor:
+    """int64 ``(experts, 1)``: the first row of each expert where ``size`` rows belong to all of them."""
+    return torch.arange(0, size, size // experts, device=device).unsqueeze(1)
 
 
 def draw_key(seed: int, parameter: int, step: int) -> int:

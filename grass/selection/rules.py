@@ -97,6 +97,7 @@ def select_rows(
     generator: torch.Generator | None = None,
     *,
     replacement: bool = False,
+    experts: int = 1,
 ) -> Selection:
     """Choose ``rank`` of the ``m`` rows with the given norms.
 
@@ -106,6 +107,8 @@ def select_rows(
         rule: one of :func:`available_rules`.
         generator: CPU generator of the sampling rules; ``None`` uses torch's global one.
         replacement: draw with replacement and scale by ``rho``.
+        experts: matrices that the rows belong to, one after another. The rule chooses equally many of each, and of an
+            expert whose norms are all zero at random.
 
     Raises:
         ValueError: ``norms`` is not a vector, ``rank`` is out of range, or the rule is unknown.
@@ -116,10 +119,21 @@ def select_rows(
         raise ValueError(f"Invalid {rank=}: must be between 1 and the {norms.numel()} rows there are")
     check_rule(rule, replacement)
     clean = norms.detach().to("cpu", torch.float64).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    if experts > 1:
+        return _of_each_expert(clean.view(experts, -1), rank // experts, rule, generator)
     selection = _RULES[rule](clean, rank, generator, replacement)
     if replacement and selection.scale is None:
         return Selection(selection.indices, torch.ones(rank, dtype=torch.float32))  # a scale says that rows may repeat
     return selection
+
+
+def _of_each_expert(norms: Tensor, rank: int, rule: str, generator: torch.Generator | None) -> Selection:
+    """``rank`` rows of each expert; ``norms`` is ``(experts, m)``."""
+    chosen = []
+    for number, own in enumerate(norms):
+        selection = _RULES[rule if own.any() else "uniform"](own, rank, generator, False)
+        chosen.append(selection.indices + number * norms.shape[1])
+    return Selection(torch.cat(chosen))
 
 
 def check_rule(rule: str, replacement: bool) -> None:

@@ -39,6 +39,7 @@ class Policy(ABC):
         options: of its group.
         index: of the parameter among all groups.
         exchange: how to reach the bank.
+        experts: matrices that the rows belong to; with several, each row has a step count of its own.
     """
 
     state: State
@@ -46,6 +47,7 @@ class Policy(ABC):
     options: Options
     index: int
     exchange: BankExchange
+    experts: int = 1
 
     @abstractmethod
     def __call__(self, old: Projector | None, new: Projector) -> None:
@@ -70,6 +72,8 @@ class Reset(Policy):
         self.drop_bank()
         with self.full_moments():
             reset(self.state, new, self.weight)
+        if self.experts > 1:
+            self.state["row_steps"] = torch.zeros(new.indices.shape, device=self.weight.device)
 
 
 class Keep(Policy):
@@ -96,6 +100,8 @@ POLICIES: dict[str, type[Policy]] = {"reset": Reset, "keep": Keep, "bank": Bank}
 """Policies by the name that ``state_policy`` takes."""
 
 
-def policy_of(state: State, weight: Tensor, options: Options, index: int, exchange: BankExchange) -> Policy:
+def policy_of(
+    state: State, weight: Tensor, options: Options, index: int, exchange: BankExchange, experts: int = 1
+) -> Policy:
     """The state policy of a group for one of its weights; arguments as in :class:`Policy`."""
-    return POLICIES[options.state_policy](state, weight, options, index, exchange)
+    return POLICIES[options.state_policy](state, weight, options, index, exchange, experts)

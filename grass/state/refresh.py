@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grass.options import Options
@@ -32,7 +33,14 @@ def refresh_due(state: State, group: Options | Mapping[str, Any]) -> bool:
 
 
 def refresh(
-    state: State, carry: Carry, norms: Tensor, dim: int, rank: int, group: Options | Mapping[str, Any], index: int
+    state: State,
+    carry: Carry,
+    norms: Tensor,
+    dim: int,
+    rank: int,
+    group: Options | Mapping[str, Any],
+    index: int,
+    experts: int = 1,
 ) -> Outcome:
     """Select rows of a weight ``(m, n)`` by the ``norms`` of its gradient along ``dim`` and move the moments over.
 
@@ -47,9 +55,11 @@ def refresh(
         rank: how many.
         group: the parameter group, or its options.
         index: the parameter's place among all groups, which with ``seed`` determines the draw.
+        experts: matrices that the rows belong to (:mod:`grass.stepping.experts`). One whose norms are all zero stays
+            with its earlier selection.
     """
     norms, device = norms.cpu(), norms.device
-    selection, informative = choose(state, norms, rank, group, index), is_informative(norms)
+    selection, informative = choose(state, norms, rank, group, index, experts), is_informative(norms)
     if selection is None:
         return Outcome.STAYED
     if not state:
@@ -65,13 +75,20 @@ def refresh(
     return Outcome.CHOSEN if informative else Outcome.PROVISIONAL
 
 
-def choose(state: State, norms: Tensor, rank: int, group: Options | Mapping[str, Any], index: int) -> Selection | None:
+def choose(
+    state: State, norms: Tensor, rank: int, group: Options | Mapping[str, Any], index: int, experts: int = 1
+) -> Selection | None:
     """The rows that :func:`refresh` selects; ``None`` if the earlier selection stays."""
     if state and not is_informative(norms):
         return None
     options = Options.of(group)
     generator = selection_generator(options.seed, index, state.get("refreshes", 0))
-    return select_rows(norms, rank, options.selection, generator, replacement=options.replacement)
+    chosen = select_rows(norms, rank, options.selection, generator, replacement=options.replacement, experts=experts)
+    if experts > 1 and "indices" in state:
+        rests = ~(norms.isfinite() & (norms > 0)).view(experts, -1).any(dim=1, keepdim=True)
+        earlier = state["indices"].cpu().view(experts, -1)
+        chosen = Selection(torch.where(rests, earlier, chosen.indices.view(experts, -1)).flatten())
+    return chosen
 
 
 def is_informative(norms: Tensor) -> bool:

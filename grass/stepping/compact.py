@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from grass.compact_mode.cycle import Trained, adopt, advance
 from grass.compact_mode.layer import CompactLayer
 from grass.parallel.shards import local
@@ -9,6 +11,7 @@ from grass.state.bank_exchange import BankExchange
 from grass.state.policies import Policy, policy_of
 from grass.state.precision import shrink_
 from grass.stepping.backends import step_rows
+from grass.stepping.experts import count_step, has_tokens, place_of, state_of
 from grass.stepping.group import GroupStep, Member, count
 from grass.stepping.rows import CompactExplored, CompactRows
 
@@ -19,13 +22,14 @@ Active = tuple[Member, CompactLayer]
 def step_active(step: GroupStep, every: list[Active]) -> None:
     """Update active rows, write them back, and select new ones if that is due."""
     begun = _begin(step, every)
-    count([member.state for member, _ in begun])
+    count([member.state for member, layer in begun if layer.experts == 1])
+    every_rows = [rows for member, layer in begun for rows in _of_experts(_rows(member, layer), layer.experts)]
     if step.options.decay == "all":
         for member, layer in begun:
             shrink, key = step.numbers(member.state).shrink, step.value_key(member.position, member.state)
             layer.decay_(shrink, key)
             shrink_(layer.explored_part(layer.rows()), shrink, key)
-    step_rows(step, [_rows(member, layer) for member, layer in begun])
+    step_rows(step, every_rows)
     for member, layer in begun:
         if layer.scale() is not None:
             layer.write_back(step.key(member.position, member.state))
@@ -37,7 +41,8 @@ def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
     fresh = [item for item in every if not item[0].state]
     exchange = BankExchange.of(step.group, step.ranks)
     for member, layer in fresh:
-        adopt(layer, member.state, policy_of(member.state, layer.matrix(), step.options, member.position, exchange))
+        policy = policy_of(member.state, layer.matrix(), step.options, member.position, exchange, layer.experts)
+        adopt(layer, member.state, policy)
     if fresh and not step.lr:
         moves = any(bool(member.grad.any()) for member, _ in fresh)
         if not step.ranks.any(moves, local(fresh[0][0].grad).device):
@@ -59,12 +64,36 @@ def _rows(member: Member, layer: CompactLayer) -> CompactRows:
     return CompactRows(weight, indices, layer.dim, grads[0], stepped[0], state, index, explored)
 
 
+def _of_experts(rows: CompactRows, experts: int) -> list[CompactRows]:
+    """The rows of each expert that tokens were sent to; call it before the step is counted."""
+    if experts == 1:
+        return [rows]
+    grad = rows.grad if rows.dim == 0 else rows.grad.t()
+    seen = has_tokens(grad.reshape(experts, -1))
+    count_step(rows.state, seen, experts)
+    return [_of_expert(rows, expert, experts) for expert in seen]
+
+
+def _of_expert(rows: CompactRows, expert: int, experts: int) -> CompactRows:
+    def part(tensor: Tensor, dim: int) -> Tensor:
+        size = tensor.shape[dim] // experts
+        return tensor.narrow(dim, expert * size, size)
+
+    dim, explored = rows.dim, rows.explored
+    if explored is not None:
+        grad, indices, values = part(explored.grad, dim), part(explored.indices, 0), part(explored.values, dim)
+        explored = CompactExplored(grad, explored.reach, indices, values)
+    state, place = state_of(rows.state, expert, experts, dim), place_of(rows.index, expert)
+    own = part(rows.indices, 0), dim, part(rows.grad, dim), part(rows.values, dim)
+    return CompactRows(rows.weight, *own, state, place, explored)
+
+
 def _advance(step: GroupStep, every: list[Trained]) -> None:
     """Select new rows if that is due, and prepare all layers for the next forward."""
     exchange = BankExchange.of(step.group, step.ranks, step.background)
 
     def policy(item: Trained) -> Policy:
-        return policy_of(item.state, item.layer.matrix(), step.options, item.position, exchange)
+        return policy_of(item.state, item.layer.matrix(), step.options, item.position, exchange, item.layer.experts)
 
     step.chosen.extend(advance(every, step.options, step.ranks, policy))
     exchange.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grass.options import as_matrix, resolve_dim
+from grass.options import as_matrix
 from grass.parallel.shards import check_shards, local, row_norms
 from grass.selection.exploration import draw_explored, reach
 from grass.selection.rules import needs_norms
@@ -14,6 +14,7 @@ from grass.state.policies import policy_of
 from grass.state.precision import shrink_
 from grass.state.refresh import Outcome, refresh, refresh_due
 from grass.stepping.backends import step_rows
+from grass.stepping.experts import count_step, has_tokens, place_of, state_of
 from grass.stepping.group import GroupStep, Member, count
 from grass.stepping.rows import DenseExplored, DenseRows
 
@@ -27,15 +28,15 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
         if not refresh_due(m.state, step.options) or _choose(step, m, given_norms.pop(m.parameter, None), exchange)
     ]
     exchange.finish()
-    every = [_rows(step, member) for member in stepped]
-    count([member.state for member in stepped])
+    every = [rows for member in stepped for rows in _rows(step, member)]
+    count([member.state for member in stepped if step.options.experts_of(member.parameter) == 1])
     if step.options.decay == "all":
         for rows in every:
             shrink_(rows.stepped(), step.numbers(rows.state).shrink, step.value_key(rows.index, rows.state))
     step_rows(step, every)
-    for member, rows in zip(stepped, every, strict=True):
-        if member.parameter.ndim > 2:
-            _copy_back(local(member.parameter.detach()), rows.stepped())
+    for rows in every:
+        if rows.copied_from is not None:
+            _copy_back(rows.copied_from, rows.stepped())
 
 
 def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: BankExchange) -> bool:
@@ -45,14 +46,13 @@ def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: Ban
     ``torch.distributed.checkpoint`` takes such a step to make a fresh optimizer create its state.
     """
     p, grad, state, index = member
-    weight = as_matrix(p.detach())
-    dim = resolve_dim(step.options.dim, weight)
-    rank = step.options.selected(weight.shape[dim])
+    weight, dim, experts = step.options.matrix_of(p.detach()), step.options.dim_of(p), step.options.experts_of(p)
+    rank = experts * step.options.selected(weight.shape[dim] // experts)
     check_shards(weight, dim, "A weight")
     if norms is None:
-        norms = _norms(step, as_matrix(grad), dim)
-    carry = policy_of(state, local(weight), step.options, index, exchange)
-    if refresh(state, carry, norms, dim, rank, step.options, index) is Outcome.PROVISIONAL and not step.lr:
+        norms = _norms(step, grad, dim)
+    carry = policy_of(state, local(weight), step.options, index, exchange, experts)
+    if refresh(state, carry, norms, dim, rank, step.options, index, experts) is Outcome.PROVISIONAL and not step.lr:
         return False
     step.chosen.append(state["indices"])
     return True
@@ -60,29 +60,52 @@ def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: Ban
 
 def _norms(step: GroupStep, grad: Tensor, dim: int) -> Tensor:
     """Row norms. A rule that does not read them gets ones, unless ``lr`` is 0: zeros may then mean no update."""
+    experts = step.options.experts_of(grad)
     if needs_norms(step.options.selection) or not step.lr:
-        return row_norms(grad, dim)
-    return torch.ones(grad.shape[dim])
+        if experts > 1:
+            return torch.cat([row_norms(own, dim) for own in grad])
+        return row_norms(as_matrix(grad), dim)
+    return torch.ones(step.options.matrix_of(grad).shape[dim])
 
 
-def _rows(step: GroupStep, member: Member) -> DenseRows:
+def _rows(step: GroupStep, member: Member) -> list[DenseRows]:
     """The rows that move in this step; call it before the step is counted."""
     p, grad, state, position = member
+    experts = step.options.experts_of(p)
+    explored = _explored(step, member, experts)
+    if experts > 1:
+        seen = has_tokens(grad)
+        count_step(state, seen, experts)
+        return [_rows_of_expert(member, expert, experts, explored) for expert in seen]
     weight, whole_grad = local(as_matrix(p.detach())), local(as_matrix(grad))
     selection = state["indices"], state.get("row_scale"), state["dim"]
-    return DenseRows(weight, *selection, whole_grad, state, position, _explored(step, member))
+    copied = local(p.detach()) if p.ndim > 2 else None
+    return [DenseRows(weight, *selection, whole_grad, state, position, explored, copied)]
 
 
-def _explored(step: GroupStep, member: Member) -> DenseExplored | None:
+def _rows_of_expert(member: Member, expert: int, experts: int, explored: DenseExplored | None) -> DenseRows:
+    p, grad, state, position = member
+    own, dim = state_of(state, expert, experts, state["dim"]), state["dim"]
+    weight, first = p.detach()[expert], expert * p.shape[1 + dim]
+    if explored is not None:
+        drawn = explored.indices
+        indices = None if drawn is None else drawn.view(experts, -1)[expert] - first
+        explored = DenseExplored(grad[expert], explored.reach, indices)
+    place = place_of(position, expert)
+    return DenseRows(weight, own["indices"] - first, None, dim, grad[expert], own, place, explored)
+
+
+def _explored(step: GroupStep, member: Member, experts: int) -> DenseExplored | None:
     """The rows that a weight explores in this step."""
     state, options = member.state, step.options
-    size, rank = as_matrix(member.parameter).shape[state["dim"]], len(state["indices"])
-    count = options.explored(rank, size)
+    size, rank = options.matrix_of(member.parameter).shape[state["dim"]], len(state["indices"])
+    count = experts * options.explored(rank // experts, size // experts)
     if not count:
         return None
     drawn = None
     if count < size - rank:
-        drawn = draw_explored(state["indices"], size, count, options.seed, member.position, state["step"])
+        key = options.seed, member.position, state["step"]
+        drawn = draw_explored(state["indices"], size, count, *key, experts)
     return DenseExplored(member.grad, reach(size, rank, count), drawn)
 
 

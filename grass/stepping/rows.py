@@ -128,6 +128,7 @@ class DenseRows:
     state: State
     index: int
     explored: DenseExplored | None
+    copied_from: Tensor | None = None  # what `weight` may be a copy of
 
     def stepped(self) -> Tensor:
         """The weight."""

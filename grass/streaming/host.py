@@ -12,7 +12,7 @@ from grass.compact_mode.sync import Written
 from grass.offload.home import SMALLEST, Home
 from grass.offload.in_place import InPlace
 from grass.offload.replicas import stamp_of
-from grass.streaming.places import outgoing, places_of
+from grass.streaming.places import outgoing, tensors_of
 from grass.streaming.versions import Change, Version
 
 ALIGNMENT = 512
@@ -40,10 +40,11 @@ class HostUnit:
         self.name, self.module = name, module
         self.layers = [part for part in module.modules() if isinstance(part, CompactLayer)]
         rows = {id(layer.active) for layer in self.layers}
-        every = [place for place in places_of(module) if id(place.get()) not in resident]
+        every = [place for place in tensors_of(module) if id(place.get()) not in resident]
         self.places = [place for place in every if id(place.get()) not in rows]
         self.active = [place for place in every if id(place.get()) in rows]
-        numbers = {(id(place.module), place.name): number for number, place in enumerate(self.places)}
+        all_places = ((number, at) for number, place in enumerate(self.places) for at in (place, *place.others))
+        numbers = {(id(at.module), at.name): number for number, at in all_places}
         self._mapped: set[int] = set()
         self._weights = {numbers[id(layer), "weight"]: i for i, layer in enumerate(self.layers)}
         self._parameters = _count(module)

@@ -17,11 +17,13 @@ class Place(NamedTuple):
         module: the module.
         kind: ``"_parameters"`` or ``"_buffers"``.
         name: of the tensor in it.
+        others: where modules have the same tensor too.
     """
 
     module: nn.Module
     kind: str
     name: str
+    others: tuple[Place, ...] = ()
 
     def get(self) -> Tensor:
         """The tensor."""
@@ -31,6 +33,16 @@ class Place(NamedTuple):
     def put(self, tensor: Tensor) -> None:
         """Another tensor in its place, past ``nn.Module``'s checks."""
         vars(self.module)[self.kind][self.name] = tensor
+        for other in self.others:
+            other.put(tensor)
+
+
+def tensors_of(module: nn.Module) -> list[Place]:
+    """A place of each tensor of a module and those in it, which knows the others."""
+    found: dict[int, list[Place]] = {}
+    for place in places_of(module):
+        found.setdefault(id(place.get()), []).append(place)
+    return [first._replace(others=tuple(others)) for first, *others in found.values()]
 
 
 def places_of(module: nn.Module) -> Iterator[Place]:

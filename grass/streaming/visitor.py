@@ -69,9 +69,8 @@ class Visitor:
             layer, there = change.layer, self.tensors[change.number]
             assert layer is not None
             assert change.rows is not None
-            matrix = there.t() if layer.stores_transposed else there
-            rows = change.rows.to(there.device)
-            Projector(rows, None, layer.dim).scatter_(matrix, self._rows[change.number])
+            rows = Projector(change.rows.to(there.device), None, layer.dim)
+            rows.scatter_(layer.as_matrix(there), self._rows[change.number])
         self._arrived, self._rows = [], {}
 
     def _copy(self, change: Change, mark: torch.cuda.Event | None) -> int:

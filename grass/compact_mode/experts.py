@@ -1,0 +1,236 @@
+r"""Experts whose active rows are parameters: the gradients of full weights are never formed.
+
+A module of experts holds weights ``(E, m, n)``, one matrix for each expert. :class:`ExpertRows` stands beside each such
+weight. It is a converted layer (:mod:`grass.compact_mode.layer`) of one matrix, the experts beside each other: with
+``dim=0`` ``E m`` rows of ``n`` values, with ``dim=1`` ``E n`` columns of ``m``. Each expert has ``r`` selected and
+``q`` explored ones. So state, refresh and exploration are those of any converted layer. Backward computes for each
+expert::
+
+    dim=0   (g_e[:, sigma_e])^T x_e        (r + q, n)
+    dim=1   g_e^T x_e[:, sigma_e]          (m, r + q)
+
+from the tokens ``x_e`` that were sent to it. The weight stays a frozen parameter of the module, under its own name.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from grass.compact_mode.grouped import experts_of_tokens, grouped_inner_product, grouped_product
+from grass.compact_mode.layer import CompactLayer
+from grass.coverage import EXPERT_ROWS
+from grass.parallel.shards import local
+from grass.selection.exploration import first_rows
+from grass.targets import expert_weights
+
+
+class ExpertRows(CompactLayer):
+    """The active rows of one weight of a module of experts. :func:`grass.compact` makes it.
+
+    Attributes:
+        experts: how many, ``E``.
+        transposed: whether the weight is stored as ``(E, n, m)``, inputs first.
+    """
+
+    transposed: bool
+
+    def __init__(self, weight: nn.Parameter, dim: int, transposed: bool) -> None:
+        super().__init__()
+        self.weight, self.dim, self.transposed = weight, dim, transposed
+        self.bias = None
+        self.experts = weight.shape[0]
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> ExpertRows | None:
+        """The active rows of a module's weight, ready for a forward; ``None`` if it is not converted."""
+        every = module._modules.get(EXPERT_ROWS)
+        if every is None or name not in every._modules:
+            return None
+        rows: Any = every._modules[name]
+        rows.bind(module._parameters[name])
+        return rows  # type: ignore[no-any-return]
+
+    def bind(self, weight: Any) -> None:
+        """Take over the module's weight if it was replaced, as by a move from the meta device."""
+        if self._parameters["weight"] is not weight:
+            self._parameters["weight"] = weight
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the stored matrix of an expert has a row for each row or column that can be selected."""
+        return (self.dim == 1) == self.transposed
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix of all experts beside each other."""
+        size, width = self.weight.shape[1:] if self.by_rows else self.weight.shape[:0:-1]
+        return (self.experts * size, width) if self.dim == 0 else (width, self.experts * size)
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """The experts beside each other; a view once they are stored that way."""
+        rows = (weight if self.by_rows else weight.transpose(1, 2)).flatten(0, 1)
+        return rows if self.dim == 0 else rows.t()
+
+    def set_matrix(self, matrix: Tensor) -> None:
+        """Make a matrix of all experts the weight's storage."""
+        rows = (matrix if self.dim == 0 else matrix.t()).view(self.experts, -1, matrix.shape[1 - self.dim])
+        self.weight.data = rows if self.by_rows else rows.transpose(1, 2)
+
+    def matrices(self) -> Tensor:
+        """``(E, n, m)``: what the tokens of each expert are multiplied by; a view."""
+        weight = local(self.weight.detach())
+        return weight if self.transposed else weight.transpose(1, 2)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]  # has two inputs
+        """``x_e W_e^T`` of each expert.
+
+        Args:
+            x: ``(t, n)``, tokens sorted by expert.
+            ends: ``(E,)``, where each expert's tokens end. Tokens behind the last one get zeros.
+
+        Returns:
+            ``(t, m)``.
+        """
+        self.follow(probe=torch.is_grad_enabled())
+        matrices = self.matrices()
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, matrices = x.to(dtype), matrices.to(dtype)
+        if not torch.is_grad_enabled():
+            return grouped_product(x, matrices, ends)
+        y: Tensor = _ExpertFunction.apply(x, matrices, ends, self.active, self.chosen, self, self.sketch, self.signs)  # type: ignore[no-untyped-call]
+        return y
+
+    def chosen_of_each(self) -> Tensor:
+        """int64 ``(E, r + q)``: the active rows of each expert, counted from its own first."""
+        parts = [part.view(self.experts, -1) for part in self.chosen.split_with_sizes(self.counts())]
+        first: Tensor = first_rows(self.experts, self.shape[self.dim], self.chosen.device)
+        return torch.cat(parts, dim=1) - first
+
+    def beside_each_other(self, rows: Tensor) -> Tensor:
+        """``(E, r + q, width)`` in the order of ``active``: all selected rows first."""
+        r = self.rank // self.experts
+        return torch.cat([rows[:, :r].flatten(0, 1), rows[:, r:].flatten(0, 1)])
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.sync()  # the module has put its weight into the dict, whose values are written now
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.arrive()
+        if not self.holds_active():
+            self.reload()
+        self.mark_synced()
+
+    def extra_repr(self) -> str:
+        """Experts, rank of each, and dim."""
+        r, q = (count // self.experts for count in self.counts())
+        return f"experts={self.experts}, rank={r}, dim={self.dim}, explore={q}"
+
+
+class _ExpertFunction(torch.autograd.Function):
+    """``x_e W_e^T`` of all experts; backward computes gradients of the input, the active rows and the sketch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        matrices: Tensor,
+        ends: Tensor,
+        active: Tensor,
+        chosen: Tensor,
+        layer: ExpertRows,
+        sketch: Tensor | None,
+        signs: Tensor | None,
+    ) -> Tensor:
+        """Multiply; save what backward needs."""
+        ctx.layer, ctx.sketching = layer, sketch is not None
+        ctx.rank, ctx.gradient_scale, ctx.active_dtype = layer.rank, layer.gradient_scale, active.dtype
+        ctx.narrow = layer.dim == 1 and sketch is None
+        indices = layer.chosen_of_each()
+        saved = _pick(x, indices, ends) if ctx.narrow else x
+        ctx.save_for_backward(saved, matrices, ends, indices, signs)
+        return grouped_product(x, matrices, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of input, active rows and sketch."""
+        x, matrices, ends, indices, signs = ctx.saved_tensors
+        layer = ctx.layer
+        grad_x = grouped_product(grad, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+        if layer.dim == 0:
+            kept, mixed = grad, x
+            rows = grouped_inner_product(_pick(grad, indices, ends), x, ends)
+        else:
+            kept, mixed = x, grad
+            rows = grouped_inner_product(x if ctx.narrow else _pick(x, indices, ends), grad, ends)
+        rows = layer.beside_each_other(rows.to(ctx.active_dtype))
+        if ctx.gradient_scale != 1.0:
+            rows[ctx.rank :].mul_(ctx.gradient_scale)
+        grad_sketch = None
+        if ctx.sketching:
+            mixed = mixed if signs is None else mixed @ signs.to(mixed.dtype)
+            grad_sketch = grouped_inner_product(kept.float(), mixed.float(), ends).flatten(0, 1)
+        return grad_x, None, None, rows if layer.dim == 0 else rows.t(), None, None, grad_sketch, None
+
+
+def _pick(x: Tensor, indices: Tensor, ends: Tensor) -> Tensor:
+    """Of each token the columns of its expert: ``(t, k), (E, r) -> (t, r)``."""
+    return x.gather(1, indices[experts_of_tokens(ends, x.shape[0])])
+
+
+def expert_linear(module: nn.Module, name: str, x: Tensor, ends: Tensor | None = None) -> Tensor:
+    r"""``x_e W_e^T`` of each expert, with or without active rows. For modules of experts of your own.
+
+    A class names its weights in ``grass_experts``, with ``True`` for those stored inputs first, ``(E, n, m)``::
+
+        class Experts(nn.Module):
+            grass_experts = {"up": False, "down": False}
+
+            def forward(self, x):  # (E, tokens, n)
+                return grass.expert_linear(self, "down", grass.expert_linear(self, "up", x).relu())
+
+    :func:`grass.compact` and :func:`grass.param_groups` then take the weights like linear layers.
+
+    Args:
+        module: has the weight.
+        name: of the weight, ``(E, m, n)``.
+        x: ``(t, n)``, tokens sorted by expert, or ``(E, t, n)``, equally many for each.
+        ends: ``(E,)`` integers, where each expert's tokens end in ``(t, n)``. Tokens behind the last get zeros.
+
+    Returns:
+        ``(t, m)`` or ``(E, t, m)``.
+
+    Raises:
+        ValueError: the module does not name the weight, or shapes do not fit.
+    """
+    named = expert_weights(module)
+    if name not in named:
+        raise ValueError(
+            f"Invalid {name=}: {type(module).__name__} names {', '.join(named) or 'no'} weights of experts"
+        )
+    weight: Any = module._parameters[name]
+    if (x.ndim == 3) != (ends is None) or x.ndim not in (2, 3):
+        raise ValueError(f"x must be (t, n) with ends, or (E, t, n) without: got shape {tuple(x.shape)}")
+    if ends is None:
+        if x.shape[0] != weight.shape[0]:
+            raise ValueError(f"x of shape {tuple(x.shape)} is not of {weight.shape[0]} experts")
+        ends = torch.arange(1, x.shape[0] + 1, device=x.device) * x.shape[1]
+        y = expert_linear(module, name, x.flatten(0, 1), ends)
+        return y.view(*x.shape[:2], y.shape[1])
+    if ends.shape != (weight.shape[0],):
+        raise ValueError(f"ends of shape {tuple(ends.shape)} is not of {weight.shape[0]} experts")
+    rows = ExpertRows.of(module, name)
+    if rows is not None:
+        product: Tensor = rows(x, ends)
+        return product
+    matrices = weight if named[name] else weight.transpose(1, 2)
+    limits = [0, *ends.tolist()]
+    every = [x[a:b] @ matrix for matrix, (a, b) in zip(matrices, pairwise(limits), strict=True)]
+    behind = x.new_zeros(x.shape[0] - limits[-1], weight.shape[2 if named[name] else 1], dtype=every[0].dtype)
+    return torch.cat([*every, behind])

@@ -1,0 +1,39 @@
+"""Experts: a parameter ``(E, m, n)`` is a batch of matrices, whose rows are chosen and stepped matrix by matrix.
+
+The state is that of one matrix: the experts side by side along the dimension in which rows are selected. With ``dim=0``
+it has ``E m`` rows of ``n`` values, with ``dim=1`` ``E n`` columns of ``m``. Equally many are selected of each expert,
+so expert ``e`` has the places from ``e r`` on in ``indices``, moments and step counts.
+
+An expert that no token was sent to has a gradient of zeros. It rests: its rows, moments and step counts stay.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from grass.state.schema import MOMENTS, State
+
+
+def has_tokens(grad: Tensor) -> list[int]:
+    """The experts whose part of a gradient ``(E, ...)`` is not zero."""
+    seen: list[int] = (grad != 0).flatten(1).any(dim=1).nonzero().flatten().tolist()
+    return seen
+
+
+def count_step(state: State, seen: list[int], experts: int) -> None:
+    """Count a step of these experts."""
+    state["step"] += 1
+    state["row_steps"].view(experts, -1)[seen] += 1.0
+
+
+def state_of(state: State, expert: int, experts: int, dim: int) -> State:
+    """The state of one expert; its tensors are views."""
+    rank = state["indices"].numel() // experts
+    own = {key: state[key].narrow(dim, expert * rank, rank) for key in MOMENTS}
+    part = slice(expert * rank, (expert + 1) * rank)
+    return {**state, **own, "indices": state["indices"][part], "row_steps": state["row_steps"][part]}
+
+
+def place_of(position: int, expert: int) -> int:
+    """What stands for the parameter's place in the random keys of one expert, so that experts round differently."""
+    return position + ((expert + 1) << 24)

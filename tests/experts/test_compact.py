@@ -1,0 +1,297 @@
+"""Compact mode on experts: gradients, training, saving, and what stands around it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import grass
+from grass import GrassAdamW
+from grass.compact_mode.experts import ExpertRows
+from grass.compact_mode.layer import CompactLayer
+from tests.experts.models import EXPERTS, INNER, OUTER, Experts, Separate, batch, train
+from tests.offload.training import same
+
+
+def converted(dim: int = 1, explore: Any = 2, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Experts()
+    grass.compact(model, rank=3, explore=explore, dim=dim)
+    return model, GrassAdamW(model, **{"lr": 1e-2, "update_interval": 3, **options})
+
+
+def rows_of(model: Any) -> list[ExpertRows]:
+    return [layer for layer in model.modules() if isinstance(layer, ExpertRows)]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_gradient_is_that_of_the_chosen_rows(dim: int, step: int) -> None:
+    model, _ = converted(dim)
+    plain = copy.deepcopy(model)
+    grass.expand(plain)
+    x, ends = batch(step)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for network, given in zip((model, plain), inputs, strict=True):
+        network(given, ends).square().sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-12, atol=1e-12)
+    for layer, name in zip(rows_of(model), ("up", "down"), strict=True):
+        whole = getattr(plain, name).grad
+        rows = (whole if layer.by_rows else whole.transpose(1, 2)).flatten(0, 1)[layer.chosen].clone()
+        rows[layer.rank :] *= layer.gradient_scale
+        found = layer.active.grad if dim == 0 else layer.active.grad.t()
+        torch.testing.assert_close(found, rows, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_full_gradient_is_never_formed(dim: int) -> None:
+    model, _ = converted(dim)
+    x, ends = batch(0)
+    model(x, ends).sum().backward()
+    assert model.up.grad is None
+    shapes = [tuple(layer.active.grad.shape) for layer in rows_of(model)]
+    rows = EXPERTS * (3 + 2)
+    assert shapes == ([(rows, OUTER), (rows, INNER)] if dim == 0 else [(INNER, rows), (OUTER, rows)])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("explore", [0, 2])
+def test_equals_separate_converted_layers(dim: int, explore: int) -> None:
+    """Experts without tokens have no gradient there, so their rows, moments and step counts stay."""
+    model, optimizer = converted(dim, explore, update_interval=1000)
+    plain = Separate(copy.deepcopy(model))
+    grass.compact(plain, rank=3, explore=explore, dim=dim)
+    alone = GrassAdamW(plain, lr=1e-2, update_interval=1000)
+    for number, (up, down) in enumerate(plain.pairs):
+        for layer, rows in zip((up, down), rows_of(model), strict=True):
+            own = rows.chosen_of_each()[number]
+            layer.restore(own[:3], own[3:] if explore else None)
+    if not explore:
+        losses = train(model, optimizer, 9)
+        assert losses == pytest.approx(train(plain, alone, 9), rel=1e-10)
+        assert losses[-1] != losses[0]
+        return
+    losses = train(model, optimizer, 1, rests=False)  # later draws differ, because the parameters' places do
+    assert losses == pytest.approx(train(plain, alone, 1, rests=False), rel=1e-10)
+    for number, (up, down) in enumerate(plain.pairs):
+        torch.testing.assert_close(model.up[number], up.weight, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(model.down[number], down.weight.t(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_equals_dense_mode(dim: int) -> None:
+    """Given the same rows: the largest ones of exact norms, from the second step on."""
+    options: dict[str, Any] = {"selection": "top_r", "refresh": "exact", "update_interval": 1, "state_policy": "reset"}
+    model, optimizer = converted(dim, 0, **options)
+    dense = copy.deepcopy(model)
+    grass.expand(dense)
+    groups = [
+        {"params": [dense.up], "dim": dim, "rank": 3, "experts": True},
+        {"params": [dense.down], "dim": 1 - dim, "rank": 3, "experts": True},
+    ]
+    by = GrassAdamW(groups, lr=1e-2, explore=0, **{**options, "update_interval": 1000})
+    x, ends = batch(0)
+    with torch.no_grad():  # compact mode refreshes after a step and dense mode before one, so bring the rows over
+        (dense(x, ends) - x.roll(1, 1)).square().sum()
+    (dense(x, ends) - x.roll(1, 1)).square().sum().backward()
+    for layer, name in zip(rows_of(model), ("up", "down"), strict=True):
+        whole = getattr(dense, name).grad
+        norms = (whole if layer.by_rows else whole.transpose(1, 2)).norm(dim=2).flatten()
+        chosen = grass.select_rows(norms, layer.rank, "top_r", experts=EXPERTS).indices
+        layer.restore(chosen, None)
+    by.zero_grad()
+    for group in optimizer.param_groups:
+        group["update_interval"] = 1000
+    assert train(model, optimizer, 9) == pytest.approx(train(dense, by, 9), rel=1e-10)
+    torch.testing.assert_close(model.up, dense.up, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(model.down, dense.down, rtol=1e-9, atol=1e-10)
+
+
+def test_resume_is_exact() -> None:
+    for options in ({}, {"selection": "multinomial_norm"}, {"selection": "multinomial_norm", "state_policy": "bank"}):
+        model, optimizer = converted(**options)
+        train(model, optimizer, 5)
+        other, by = converted(**options)
+        other.load_state_dict(model.state_dict())
+        by.load_state_dict(optimizer.state_dict())
+        assert train(other, by, 6, 5) == train(model, optimizer, 6, 5)
+
+
+def test_refresh_by_norms_chooses_the_largest_of_each_expert() -> None:
+    model, optimizer = converted(1, 0, selection="top_r", refresh="exact", update_interval=1)
+    x, ends = batch(0)
+    model(x, ends).square().sum().backward()  # conversion chose; the first step has the norms for the next rows
+    optimizer.step()
+    optimizer.zero_grad()
+    plain = copy.deepcopy(model)
+    grass.expand(plain)
+    for network in (model, plain):
+        network(x, ends).square().sum().backward()
+    optimizer.step()
+    norms = plain.up.grad.norm(dim=1)
+    chosen = rows_of(model)[0].chosen_of_each()
+    assert torch.equal(chosen.sort().values, norms.topk(3).indices.sort().values)
+
+
+def test_state_dict_is_that_of_the_plain_module() -> None:
+    model, optimizer = converted()
+    assert list(model.state_dict()) == ["up", "down"]
+    train(model, optimizer, 4)
+    x, ends = batch(0)
+    plain = Experts()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain.state_dict()["up"], rows_of(model)[0].weight)
+    torch.testing.assert_close(plain(x, ends), model(x, ends), rtol=1e-12, atol=1e-12)
+    names = grass.expand(model)
+    assert names == ["up", "down"]
+    assert same(model.state_dict(), plain.state_dict())
+    assert all(p.requires_grad and p.is_contiguous() for p in model.parameters())
+
+
+def test_loading_with_assign() -> None:
+    model, optimizer = converted()
+    train(model, optimizer, 2)
+    other, by = converted()
+    other.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    x, ends = batch(0)
+    assert torch.equal(other(x, ends), model(x, ends))
+    by.load_state_dict(optimizer.state_dict())
+    assert train(other, by, 2, 2) == train(model, optimizer, 2, 2)
+
+
+def test_changes_by_hand_are_seen() -> None:
+    model, _ = converted()
+    x, ends = batch(0)
+    before = model(x, ends)
+    with torch.no_grad():
+        model.up.mul_(2.0)
+    assert not torch.equal(model(x, ends), before)
+    layer = rows_of(model)[0]
+    assert layer.holds_active()
+    with torch.no_grad():
+        layer.active.zero_()
+    model(x, ends)
+    assert layer.holds_active()
+
+
+def test_precision_and_copies() -> None:
+    model, optimizer = converted()
+    train(model, optimizer, 2)
+    copied = copy.deepcopy(model)
+    x, ends = batch(0)
+    assert torch.equal(copied(x, ends), model(x, ends))
+    for rows in rows_of(copied):
+        assert any(rows.weight is p for p in copied.parameters())
+    model.float()
+    assert model(x.float(), ends).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(x.float(), ends).dtype == torch.bfloat16
+
+
+def test_equally_many_tokens_of_each_expert() -> None:
+    model, _ = converted()
+    x = torch.randn(EXPERTS, 5, OUTER, dtype=torch.float64)
+    expected = torch.einsum("etn,emn->etm", x, model.up)
+    torch.testing.assert_close(grass.expert_linear(model, "up", x), expected, rtol=1e-12, atol=1e-12)
+    ends = torch.tensor([5, 10, 15, 20])
+    assert torch.equal(
+        grass.expert_linear(model, "up", x.flatten(0, 1), ends).view(expected.shape),
+        grass.expert_linear(model, "up", x),
+    )
+
+
+def test_tokens_behind_the_last_expert() -> None:
+    for model in (converted()[0], Experts()):
+        x = torch.randn(9, OUTER, dtype=torch.float64)
+        y = grass.expert_linear(model, "up", x, torch.tensor([2, 2, 5, 7]))
+        assert y.shape == (9, INNER)
+        assert not y[7:].any()
+
+
+@pytest.mark.parametrize("offload", ["cpu", grass.Offload(fraction=0.5)])
+def test_offload(offload: Any) -> None:
+    model, optimizer = converted()
+    away, by = converted(offload=offload)
+    assert train(away, by, 8) == train(model, optimizer, 8)
+    assert same(away.state_dict(), model.state_dict())
+    assert same(by.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_attach() -> None:
+    model, _ = converted()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    grass.attach(optimizer, model, update_interval=3)
+    losses = train(model, optimizer, 6, rests=False)
+    assert losses[-1] != losses[0]
+    assert all(layer.holds_active() for layer in rows_of(model))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, x: grass.expert_linear(m, "side", x, torch.tensor([1, 2, 3, 4])), "name='side'"),
+        (lambda m, x: grass.expert_linear(m, "up", x), "ends"),
+        (lambda m, x: grass.expert_linear(m, "up", x, torch.tensor([1, 2])), "4 experts"),
+        (lambda m, x: grass.expert_linear(m, "up", x.view(2, 2, -1)), "4 experts"),
+        (lambda m, x: grass.compact(m, rank=3, weights="int8"), "int8"),
+        (lambda m, x: grass.compact(m, rank=11), "rank=11"),
+        (lambda m, x: grass.compact(m, rank=3, explore=9), "explore=9"),
+    ],
+)
+def test_refused(call: Any, message: str) -> None:
+    model = Experts()
+    with pytest.raises(ValueError, match=message):
+        call(model, torch.randn(4, OUTER, dtype=torch.float64))
+    assert not any(isinstance(part, CompactLayer) for part in model.modules())
+
+
+def test_converting_twice_and_frozen_experts() -> None:
+    model = Experts()
+    model.down.requires_grad_(False)
+    assert grass.compact(model, rank=3) == ["up"]
+    assert grass.compact(model, rank=3) == ["up"]
+    with pytest.raises(ValueError, match="was converted with"):
+        grass.compact(model, rank=4)
+    x, ends = batch(0)
+    model(x, ends).sum().backward()
+    assert rows_of(model)[0].active.grad is not None
+
+
+def test_streaming() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = Experts()
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            return x + self.experts(x, ends)
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, ends)
+            return x
+
+    def run(streamed: bool, **stream: Any) -> Any:
+        torch.manual_seed(0)
+        model = Stack()
+        grass.compact(model, rank=3, explore=2)
+        optimizer = GrassAdamW(model, lr=1e-2, update_interval=3, offload="cpu" if streamed else None)
+        if streamed:
+            model.handle = grass.stream(model, device="cpu", **stream)  # type: ignore[assignment]
+        return train(model, optimizer, 6), model
+
+    expected, _ = run(False)
+    for stream in ({}, {"cache": 1 << 30}):
+        losses, model = run(True, **stream)
+        assert losses == expected
+        weights = sum(p.nbytes for p in (model.blocks[0].experts.up, model.blocks[0].experts.down))
+        assert model.handle.units[0].nbytes < 1.5 * weights  # the weight travels once
