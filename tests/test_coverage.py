@@ -112,6 +112,7 @@ LOGGING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("configure", "count"), LOGGING.values(), ids=LOGGING)
 def test_what_users_see(configure: str, count: int) -> None:
     """On stderr unless logging is configured, and never twice; the process is new, as pytest configures logging."""

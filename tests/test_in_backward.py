@@ -523,6 +523,7 @@ def refusals(rank: int) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_several_processes_are_refused() -> None:
     for messages in run_world(refusals, 2):
         assert "takes one process, got 2" in messages[0]

@@ -307,4 +307,8 @@ def _compact_class(module: nn.Module, weights: str | None = None) -> type[Compac
         from grass.compact_mode.conv1d import CompactConv1D, Int8Conv1D
 
         return Int8Conv1D if weights == "int8" else CompactConv1D
+    if type(module).__name__ == "FalconLinear" and type(module).__module__.startswith("transformers."):
+        from grass.compact_mode.falcon import CompactFalconLinear, Int8FalconLinear
+
+        return Int8FalconLinear if weights == "int8" else CompactFalconLinear
     return None

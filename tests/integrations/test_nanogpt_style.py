@@ -19,6 +19,7 @@ def run(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, iters: int) -> None:
     runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_learns_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     whole, stopped = tmp_path / "whole.pt", tmp_path / "stopped.pt"
     run(monkeypatch, whole, 7)

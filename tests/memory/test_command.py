@@ -147,6 +147,7 @@ def test_refusals(capsys, tmp_path, monkeypatch, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_both_ways_to_call_it(capsys, monkeypatch):
     (script,) = [e for e in importlib.metadata.entry_points(group="console_scripts") if e.name == "grass-memory"]
     script.load()(SHOWN)

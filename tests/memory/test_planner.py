@@ -140,7 +140,7 @@ def test_only_rules_that_read_norms_pay_for_a_sketch():
         assert (planned.peak > plans["uniform"].peak) == (rule != "uniform")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [m if m == "Grass" else pytest.param(m, marks=pytest.mark.slow) for m in METHODS])
 def test_the_largest_that_fits_fits_and_the_next_does_not(method):
     model, setting, gpu = LLAMA_1B, Setting(rank=128), parse_bytes("18GB")
     found = largest_that_fit(method, model, setting, gpu)
@@ -234,6 +234,7 @@ def test_counts_are_those_of_the_model(kind):
     assert shapes == sorted((linear.m, linear.n) for linear in architecture.linears * architecture.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama-tied", "gemma2"])
 def test_between_traced_sequences_and_batches(kind):
     """What is interpolated is what tracing would find."""

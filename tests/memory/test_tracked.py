@@ -103,11 +103,11 @@ def test_plan_covers_steps_that_gather_a_sketch(config, options):
 
 COMPUTED = [
     pytest.param("Grass", {}, id="keep"),
-    pytest.param("Grass", {"policy": "reset"}, id="reset"),
-    pytest.param("Grass", {"policy": "bank"}, id="bank"),
+    pytest.param("Grass", {"policy": "reset"}, id="reset", marks=pytest.mark.slow),
+    pytest.param("Grass", {"policy": "bank"}, id="bank", marks=pytest.mark.slow),
     pytest.param("Grass", {"selection": "multinomial_norm"}, id="by-norm"),
-    pytest.param("Grass", {"moments": "8bit"}, id="8bit"),
-    pytest.param("Grass int8", {"moments": "8bit", "dim": 0}, id="int8-weights"),
+    pytest.param("Grass", {"moments": "8bit"}, id="8bit", marks=pytest.mark.slow),
+    pytest.param("Grass int8", {"moments": "8bit", "dim": 0}, id="int8-weights", marks=pytest.mark.slow),
 ]
 
 

@@ -83,6 +83,7 @@ def test_classification(tmp_path, files, method, capsys):
         assert model.config.id2label == {0: "def", 1: "other"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["adamw", "compact", "lora"])
 @pytest.mark.parametrize("packed", [[], ["--packed"]], ids=["padded", "packed"])
 def test_instruction_tuning(tmp_path, files, method, packed):

@@ -31,7 +31,13 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module", params=RUNS)
+QUICK = ("adamw", "compact")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS],
+)
 def alone(request, tmp_path_factory):
     """Flags of a run, and what it leaves behind when nothing disturbs it."""
     flags = (*COMMON, *RUNS[request.param])
@@ -83,6 +89,7 @@ def test_killed_twice_and_resumed(alone, tmp_path):
     assert not list(tmp_path.glob("checkpoints/.incomplete-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", ["adamw", "compact", "bank-bf16"], indirect=True)
 def test_killed_while_the_host_steps_and_resumed(alone, tmp_path):
     """Some weights are stepped then, others are not. The run left alone is not offloaded."""

@@ -82,9 +82,9 @@ def test_stepping_in_backward_clips_each_parameter(tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--optimizer", "adamw"],
-        ["--optimizer", "adamw", "--dtype", "bf16"],
-        ["--optimizer", "grass"],
+        pytest.param(["--optimizer", "adamw"], marks=pytest.mark.slow),
+        pytest.param(["--optimizer", "adamw", "--dtype", "bf16"], marks=pytest.mark.slow),
+        pytest.param(["--optimizer", "grass"], marks=pytest.mark.slow),
         ["--compact", "--selection", "multinomial_norm", "--state-policy", "bank", "--accumulate", "2"],
     ],
     ids=" ".join,

@@ -120,7 +120,11 @@ def test_builds_at_full_size(recipe):
     assert trained == plan.gradients
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(path, marks=[] if "70b" in path.stem else pytest.mark.slow) for path in RECIPES],
+    ids=lambda path: path.stem,
+)
 def test_smoke(recipe, tmp_path, capsys):
     arguments = [*flags(recipe, "--smoke"), "--out", str(tmp_path), "--device", "cpu"]
     pretrain["main"](arguments)
