@@ -87,7 +87,7 @@ class ExpertRows(CompactLayer):
         return weight if self.transposed else weight.transpose(1, 2)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]  # has two inputs
-        """``x_e W_e^T`` of each expert.
+        """``x_e W_e^T`` of each expert, in the precision of the weight, as transformers does it also under autocast.
 
         Args:
             x: ``(t, n)``, tokens sorted by expert.
@@ -98,9 +98,7 @@ class ExpertRows(CompactLayer):
         """
         self.follow(probe=torch.is_grad_enabled())
         matrices = self.matrices()
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, matrices = x.to(dtype), matrices.to(dtype)
+        x = x.to(matrices.dtype)
         if not torch.is_grad_enabled():
             return grouped_product(x, matrices, ends)
         y: Tensor = _ExpertFunction.apply(x, matrices, ends, self.active, self.chosen, self, self.sketch, self.signs)  # type: ignore[no-untyped-call]
@@ -215,6 +213,7 @@ def expert_linear(module: nn.Module, name: str, x: Tensor, ends: Tensor | None =
             f"Invalid {name=}: {type(module).__name__} names {', '.join(named) or 'no'} weights of experts"
         )
     weight: Any = module._parameters[name]
+    x = x.to(weight.dtype)
     if (x.ndim == 3) != (ends is None) or x.ndim not in (2, 3):
         raise ValueError(f"x must be (t, n) with ends, or (E, t, n) without: got shape {tuple(x.shape)}")
     if ends is None:

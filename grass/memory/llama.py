@@ -1,10 +1,11 @@
-"""LLaMA sizes of the GaLore and Grass papers; importing this module imports transformers."""
+"""LLaMA sizes of the GaLore and Grass papers, and mixtures of experts; importing this module imports transformers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,15 @@ class LlamaShape:
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int | None = None
+
+
+@dataclass(frozen=True)
+class MixtureShape(LlamaShape):
+    """Dimensions of a mixture of experts with LLaMA's blocks (Qwen3-MoE); ``intermediate_size`` is that of an expert."""
+
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    head_dim: int = 64
 
 
 LLAMA_SHAPES = {
@@ -31,12 +41,14 @@ LLAMA_SHAPES = {
     "13b": LlamaShape(5120, 13824, 40, 40),
     "30b": LlamaShape(6656, 17920, 60, 52),
     "70b": LlamaShape(8192, 28672, 80, 64, 8),
+    "9m-mixture": MixtureShape(192, 288, 6, 3, 3),  # 9.0 million with a byte vocabulary, 3.0 of them for each token
+    "30b-a3b": MixtureShape(2048, 768, 48, 32, 4, 128, 8, 128),  # Qwen3-30B-A3B
 }
 """Shapes by name. A name says how many parameters there are with a vocabulary of 32,000 tokens. The names ``1m``,
-``9m-wide`` and ``28m-wide`` are for a vocabulary of bytes."""
+``9m-wide``, ``28m-wide`` and ``9m-mixture`` are for a vocabulary of bytes."""
 
 
-def llama_config(shape: str | LlamaShape, *, vocab_size: int, max_seq_len: int) -> LlamaConfig:
+def llama_config(shape: str | LlamaShape, *, vocab_size: int, max_seq_len: int) -> PretrainedConfig:
     """The ``transformers`` configuration of one of :data:`LLAMA_SHAPES`, by name, or of another shape.
 
     Embeddings are untied as in the papers.
@@ -48,13 +60,16 @@ def llama_config(shape: str | LlamaShape, *, vocab_size: int, max_seq_len: int) 
         if shape not in LLAMA_SHAPES:
             raise ValueError(f"Unknown model {shape!r}; available: {', '.join(LLAMA_SHAPES)}")
         shape = LLAMA_SHAPES[shape]
-    return LlamaConfig(
-        **vars(shape),
-        vocab_size=vocab_size,
-        max_position_embeddings=max_seq_len,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max_seq_len,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if isinstance(shape, MixtureShape):  # the loss has the routers' balance in it
+        sizes = {**vars(shape), "moe_intermediate_size": shape.intermediate_size}
+        return Qwen3MoeConfig(**sizes, **common, norm_topk_prob=True, output_router_logits=True)
+    return LlamaConfig(**vars(shape), **common)

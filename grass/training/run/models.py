@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grass.training.run.blockwise import Convert, build_blockwise
 from grass.training.run.chunked_loss import chunk_loss
 
 
 def build_llama(
-    config: LlamaConfig,
+    config: PretrainedConfig,
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
