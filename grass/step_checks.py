@@ -105,6 +105,8 @@ def check_gradient(p: Tensor, group: dict[str, Any]) -> None:
     """
     if group["moment_dtype"] == "8bit" and is_sharded(p):
         raise ValueError("moment_dtype='8bit' cannot be sharded: its blocks of 256 values run over rows")
+    if group["experts"] and p.ndim == 3 and is_sharded(p):
+        raise ValueError("Experts cannot be sharded: train them with DDP, or give each rank its own experts")
     if p.grad is not None and p.grad.layout != torch.strided:
         raise TypeError(
             f"GrassAdamW takes dense gradients, got {p.grad.layout} for a weight of {tuple(p.shape)}; "

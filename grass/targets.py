@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from grass.coverage import report
 
@@ -85,8 +85,8 @@ def expert_weights(module: nn.Module) -> dict[str, bool]:
     return {name: bool(module.is_transposed) for name in names if _is_batch(module._parameters.get(name))}
 
 
-def _is_batch(weight: object) -> bool:
-    return isinstance(weight, nn.Parameter) and weight.ndim == 3 and weight.is_floating_point()
+def _is_batch(weight: Tensor | None) -> bool:
+    return weight is not None and weight.ndim == 3 and weight.is_floating_point()
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -60,6 +60,8 @@ def check_sharding(layer: CompactLayer) -> None:
     """Raise ``ValueError`` if a layer is sharded in a way that it cannot be."""
     if layer.weights and is_sharded(layer.active):
         raise ValueError(f"weights={layer.weights!r} cannot be sharded: their scales belong to whole rows")
+    if layer.experts > 1 and is_sharded(layer.active):
+        raise ValueError("Experts cannot be sharded: train them with DDP, or give each rank its own experts")
     check_shards(layer.weight, layer.weight_axis(layer.dim), "weight")
     check_shards(layer.active, layer.dim, "active")
 

@@ -1,7 +1,7 @@
 """Products of experts: tokens sorted by expert, one matrix for each expert.
 
-``ends (E,)`` says where each expert's tokens end. On CUDA ``torch.nn.functional.grouped_mm`` computes all experts in
-one kernel, where it takes the operands; elsewhere there is one product for each expert that has tokens.
+``ends (E,)`` says where each expert's tokens end. ``torch.nn.functional.grouped_mm`` computes all experts in one call
+where it takes the operands; elsewhere there is one product for each expert that has tokens.
 """
 
 from __future__ import annotations
@@ -56,11 +56,15 @@ def _behind(ends: Tensor, x: Tensor) -> Tensor:
 
 
 def _runs_grouped(a: Tensor, b: Tensor) -> bool:
-    if a.device.type != "cuda" or a.dtype != torch.bfloat16 or torch.cuda.get_device_capability(a.device) < (8, 0):
-        return False
-    return all(_is_aligned(t) for t in (a, b))
+    """Whether ``grouped_mm`` takes the operands: on CUDA bfloat16, from capability 8.0 on; on the CPU float32 too."""
+    if a.device.type == "cuda":
+        runs = a.dtype == torch.bfloat16 and torch.cuda.get_device_capability(a.device) >= (8, 0)
+    else:
+        runs = a.device.type == "cpu" and a.dtype in (torch.float32, torch.bfloat16)
+    return runs and all(_is_aligned(t) for t in (a, b))
 
 
 def _is_aligned(tensor: Tensor) -> bool:
     strides = [stride * tensor.element_size() for stride in tensor.stride() if stride != 1]
-    return tensor.data_ptr() % ALIGNMENT == 0 and all(stride % ALIGNMENT == 0 for stride in strides)
+    start = tensor.storage_offset() * tensor.element_size()
+    return all(distance % ALIGNMENT == 0 for distance in (start, *strides))

@@ -1,12 +1,13 @@
 """The forward of Hugging Face transformers' experts with active rows.
 
 transformers lets a configuration name how experts compute (``experts_implementation``). :func:`use_active_rows`
-registers ``"grass"`` there and names it in the configuration of converted modules; :func:`restore` names the earlier
-one again.
+registers ``"grass"`` there and names it in a configuration of the converted module's own; :func:`restore` names the
+earlier one again.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ def use_active_rows(module: nn.Module) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
-    config: Any = module.config
-    if config._experts_implementation != IMPLEMENTATION:
-        config._grass_earlier = config._experts_implementation
-        config._experts_implementation = IMPLEMENTATION
+    earlier: Any = module.config
+    if earlier._experts_implementation != IMPLEMENTATION:
+        config = copy.copy(earlier)  # the model's own stays, which other models may have been made from
+        config._grass_earlier, config._experts_implementation = earlier._experts_implementation, IMPLEMENTATION
+        module.config = config
 
 
 def restore(module: nn.Module) -> None:
@@ -50,7 +52,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """
     count = top_k_index.shape[-1]
     experts, order = top_k_index.reshape(-1).sort(stable=True)
-    per_expert = torch.bincount(experts.clamp(max=self.num_experts), minlength=self.num_experts + 1)
+    per_expert = experts.new_zeros(self.num_experts + 1)
+    per_expert.index_add_(0, experts.clamp(max=self.num_experts), torch.ones_like(experts))
     ends = per_expert[: self.num_experts].cumsum(0)
     elsewhere = (experts >= self.num_experts).unsqueeze(1)
     experts = experts.clamp(max=self.num_experts - 1)

@@ -11,15 +11,37 @@ from torch import nn
 from grass.compact_mode.conversion import convertible
 from grass.memory.kinds import LOGIT_SCALES, check_blocks, check_kind, learned_positions
 from grass.memory.tracing import Tracer, blocks_of
-from grass.targets import matched_modules
+from grass.targets import expert_weights, matched_modules
 
 
 @dataclass(frozen=True)
 class Linear:
-    """The weight ``(m, n)`` of a linear layer that Grass converts: ``m`` output features, ``n`` input features."""
+    """The weight ``(m, n)`` of a linear layer that Grass converts, or of each of several experts.
+
+    Attributes:
+        m: output features.
+        n: input features.
+        experts: how many matrices there are.
+        used: how many of them compute each token.
+    """
 
     m: int
     n: int
+    experts: int = 1
+    used: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Of all experts."""
+        return self.experts * self.m * self.n
+
+    def size(self, dim: int) -> int:
+        """Rows (``dim=0``) or columns of one matrix."""
+        return (self.m, self.n)[dim]
+
+    def width(self, dim: int) -> int:
+        """Elements of one of them."""
+        return (self.n, self.m)[dim]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +89,7 @@ class Architecture:
         return cls(
             layers=len(blocks),
             vocab=head.shape[0],
-            block=_parameters(blocks[0]),
+            block=_parameters(blocks[0], getattr(config, "num_experts_per_tok", None) or 1),
             outside=tuple(p.numel() for p in model.parameters() if id(p) not in inside),
             head=head.numel(),
             tied=head is embedding,
@@ -95,7 +117,12 @@ class Architecture:
     @property
     def layer_matrix(self) -> int:
         """Elements of the matrices of one block that Grass converts."""
-        return sum(linear.m * linear.n for linear in self.linears)
+        return sum(linear.elements for linear in self.linears)
+
+    @property
+    def flops_elements(self) -> int:
+        """Elements of one block that a token is multiplied by."""
+        return sum(linear.m * linear.n * linear.used for linear in self.linears) + self.vectors
 
     @property
     def parameters(self) -> int:
@@ -118,9 +145,15 @@ def _meta_model(config: Any) -> Any:
         ) from error
 
 
-def _parameters(block: nn.Module) -> tuple[Linear | int, ...]:
+def _parameters(block: nn.Module, used: int) -> tuple[Linear | int, ...]:
     """A block's parameters: the matrices that :func:`grass.compact` would convert, and the elements of the others."""
     layers: dict[str, Any] = {name: block.get_submodule(name) for name in matched_modules(block)}
     converted = [layer for name, layer in layers.items() if convertible(name, layer)]
     shapes = {id(layer.weight): layer.weight.shape[:: 1 if isinstance(layer, nn.Linear) else -1] for layer in converted}
-    return tuple(Linear(*shapes[id(p)]) if id(p) in shapes else p.numel() for p in block.parameters())
+    found = {key: Linear(*shape) for key, shape in shapes.items()}
+    for module in block.modules():
+        for name, transposed in expert_weights(module).items():
+            weight = module.get_parameter(name)
+            m, n = weight.shape[:0:-1] if transposed else weight.shape[1:]
+            found[id(weight)] = Linear(m, n, weight.shape[0], used)
+    return tuple(found.get(id(p), p.numel()) for p in block.parameters())

@@ -30,8 +30,6 @@ def check_kind(config: Any) -> None:
         reason = "an encoder; with is_decoder=true in its configuration it is planned as a decoder"
     elif config.get_text_config() is not config:
         reason = "a text model inside a larger one: give the text model's own configuration"
-    elif any("expert" in name and isinstance(n, int) and n > 1 for name, n in config.to_dict().items()):
-        reason = "a mixture of experts: which of them compute depends on the data, and Grass does not convert them"
     elif getattr(config, "num_attention_heads", None) is None:
         reason = "no stack of attention blocks"
     if reason:

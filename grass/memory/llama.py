@@ -21,7 +21,7 @@ class LlamaShape:
 
 @dataclass(frozen=True)
 class MixtureShape(LlamaShape):
-    """Dimensions of a mixture of experts with LLaMA's blocks (Qwen3-MoE); ``intermediate_size`` is that of an expert."""
+    """Dimensions of a mixture of experts with LLaMA's blocks (Qwen3-MoE); ``intermediate_size`` is an expert's."""
 
     num_local_experts: int = 8
     num_experts_per_tok: int = 2

@@ -124,11 +124,11 @@ def lora(model: Architecture, setting: Setting) -> Holdings:
     and ``x A^T``.
     """
     active_e = setting.active_dtype.itemsize
-    adapters = sum(_rank(linear, setting) * (linear.m + linear.n) for linear in model.linears)
+    adapters = sum(linear.experts * _rank(linear, setting) * (linear.m + linear.n) for linear in model.linears)
     frozen, cast = traced(model, setting, linears=False, others=False), setting.active_dtype != setting.dtype
-    inputs = setting.tokens * active_e * sum(_rank(linear, setting) for linear in model.linears)
+    inputs = setting.tokens * active_e * sum(linear.used * _rank(linear, setting) for linear in model.linears)
     if cast:
-        inputs += setting.tokens * active_e * sum(linear.n for linear in model.linears)
+        inputs += setting.tokens * active_e * sum(linear.used * linear.n for linear in model.linears)
     return Holdings(
         weights=model.parameters * setting.dtype.itemsize,
         active_rows=model.layers * adapters * active_e,
@@ -147,8 +147,8 @@ def galore(model: Architecture, setting: Setting) -> Holdings:
     embedding's step, whose update and denominator exist whole. What the decomposition needs inside is not counted.
     """
     e = setting.dtype.itemsize
-    sides = [(min(linear.m, linear.n), max(linear.m, linear.n)) for linear in model.linears]
-    state = sum(setting.rank_of(short) * (short + 2 * long) for short, long in sides)
+    sides = [(min(linear.m, linear.n), max(linear.m, linear.n), linear.experts) for linear in model.linears]
+    state = sum(experts * setting.rank_of(short) * (short + 2 * long) for short, long, experts in sides)
     rest = model.layers * model.vectors + model.ends
     largest = max(linear.m * linear.n for linear in model.linears)
     full = adamw(model, setting)
@@ -164,11 +164,13 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
     e, active_e, dim, layers = setting.dtype.itemsize, setting.active_dtype.itemsize, setting.dim, model.layers
     every = active_sizes(model, setting)
     selected, active = sum(r for r, _, _ in every), sum(r + q for r, q, _ in every)
+    used = (linear.used / linear.experts for linear in model.linears)
+    saved = round(sum((r + q) * share for (r, q, _), share in zip(every, used, strict=True)))
     with_state, rows = sum(r * width for r, _, width in every), sum((r + q) * width for r, q, width in every)
     dense = layers * model.vectors + model.ends
     per_index = 8 if setting.policy == "reset" else 12  # the index, and a step count of each row's own
     moments = layers * (2 * with_state * MOMENTS[setting.moments] + per_index * selected) + 2 * dense * e
-    selectable = sum(linear.m if dim == 0 else linear.n for linear in model.linears)
+    selectable = sum(linear.experts * linear.size(dim) for linear in model.linears)
     bank = layers * (2 * model.layer_matrix * setting.bank_dtype.itemsize + 4 * selectable)
     frozen, whole = traced(model, setting, linears=False), traced(model, setting, linears=True).block
     sketch = setting.sketch_size if setting.gathers_sketch else 0
@@ -181,7 +183,7 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
         moments=round(moments),
         bank=bank if setting.policy == "bank" else 0,
         traced=frozen,
-        layer_saved=frozen.block + setting.tokens * active * e if dim == 1 else whole,
+        layer_saved=frozen.block + setting.tokens * saved * e if dim == 1 else whole,
         step_workspace=max((12 * r + rounding * q) * width for r, q, width in every),
         refresh_saved=whole if sketch else 0,
         refresh_layer=sketch * (4 * selectable + sum(width for _, _, width in every) * e),
@@ -196,7 +198,7 @@ SCALE_BYTES = 4
 
 def scale_bytes(model: Architecture, setting: Setting) -> int:
     """Bytes of the scales of int8 codes of a block."""
-    return SCALE_BYTES * sum(linear.m if setting.dim == 0 else linear.n for linear in model.linears)
+    return SCALE_BYTES * sum(linear.experts * linear.size(setting.dim) for linear in model.linears)
 
 
 def grass_int8(model: Architecture, setting: Setting) -> Holdings:
@@ -250,11 +252,20 @@ METHODS: dict[str, Method] = {
 """Methods by name, as ``--method`` and the tables have it."""
 
 
+def methods_for(model: Architecture) -> list[str]:
+    """The methods that take a model: int8 weights are not for experts."""
+    has_experts = any(linear.experts > 1 for linear in model.linears)
+    return [name for name in METHODS if not (has_experts and name == "Grass int8")]
+
+
 def active_sizes(model: Architecture, setting: Setting) -> list[tuple[int, int, int]]:
-    """Selected rows, explored rows and their length, for each linear layer of a block."""
-    sizes = [(linear.m, linear.n) if setting.dim == 0 else (linear.n, linear.m) for linear in model.linears]
-    return [(setting.rank_of(size), setting.explored_of(size), width) for size, width in sizes]
+    """Selected rows, explored rows and their length, for each linear layer of a block; of experts those of all."""
+    found = []
+    for linear in model.linears:
+        size, width = linear.size(setting.dim), linear.width(setting.dim)
+        found.append((linear.experts * setting.rank_of(size), linear.experts * setting.explored_of(size), width))
+    return found
 
 
 def _rank(linear: Linear, setting: Setting) -> int:
-    return setting.rank_of(linear.m if setting.dim == 0 else linear.n)
+    return setting.rank_of(linear.size(setting.dim))

@@ -72,12 +72,12 @@ def _whole(elements: int, setting: Setting) -> Stepped:
 
 def _active(linear: Linear, setting: Setting, codes: bool) -> Stepped:
     """The active rows of a converted layer; ``codes``: whether its weight is int8 codes and a scale for each row."""
-    size, width = (linear.m, linear.n) if setting.dim == 0 else (linear.n, linear.m)
-    r, q = setting.rank_of(size), setting.explored_of(size)
+    size, width, experts = linear.size(setting.dim), linear.width(setting.dim), linear.experts
+    r, q, size = experts * setting.rank_of(size), experts * setting.explored_of(size), experts * size
     e, active_e, elements = 1 if codes else setting.dtype.itemsize, setting.active_dtype.itemsize, (r + q) * width
     wider = r * width * active_e if codes or setting.active_dtype != setting.dtype else 0
     scales = SCALE_BYTES * (r + q) if codes else 0
-    held = (linear.m * linear.n * e, elements * active_e, *_state(r, size, width, setting))
+    held = (linear.elements * e, elements * active_e, *_state(r, size, width, setting))
     return Stepped(elements, elements * active_e, elements * e + scales + wider, held)
 
 
@@ -93,4 +93,4 @@ def _state(r: int, size: int, width: int, setting: Setting) -> Iterator[int]:
 
 
 def _elements(part: Linear | int) -> int:
-    return part if isinstance(part, int) else part.m * part.n
+    return part if isinstance(part, int) else part.elements

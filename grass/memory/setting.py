@@ -142,7 +142,7 @@ class Setting:
 
     def largest_rank(self, model: Architecture) -> int:
         """The rank that the narrowest of the model's linear layers allows."""
-        return min(linear.m if self.dim == 0 else linear.n for linear in model.linears)
+        return min(linear.size(self.dim) for linear in model.linears)
 
     def rank_of(self, size: int) -> int:
         """Rows of a dimension of this size."""

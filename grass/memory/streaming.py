@@ -97,7 +97,7 @@ def _steps(count: int, method: str, held: Holdings, model: Architecture, setting
     block = [p for name, p in parameters(method, model, setting) if name == "block 0"]
     elements, down = sum(p.elements for p in block), sum(p.down for p in block)
     units, run = visiting(held, model, setting), _Run()
-    weights = model.layer_matrix + model.vectors
+    weights = model.flops_elements
     forward = 2 * setting.tokens * weights
     backward = forward * (2 + elements / weights)  # again, gradients of inputs, and of what is trained
     updates: list[Task | None] = [None] * units.number

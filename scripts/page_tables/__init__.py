@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from page_tables import distributed, exploring, memory, offload, precision, speed, streaming, study
+from page_tables import distributed, exploring, memory, models, offload, precision, speed, streaming, study
 
 TABLES: dict[str, Callable[[], str]] = {
     "train_step": speed.train_step,
@@ -12,6 +12,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "small_weights": speed.small_weights,
     "study_speed": speed.study_speed,
     "memory": memory.memory,
+    "models": models.models,
     "planned": memory.planned,
     "planner": memory.planner,
     "precision": precision.precision,

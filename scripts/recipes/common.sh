@@ -16,7 +16,7 @@ training=(
 grass=(--optimizer grass --compact --active-dtype float32)
 c4=(--dataset allenai/c4 --subset en --tokenizer t5-base)
 smoke=(
-    --model 1m --rank 16 --seq-len 64 --batch-size 2 --accumulate 2 --chunked-loss 48 --update-interval 2
+    --model "${smoke_model:-1m}" --rank 16 --seq-len 64 --batch-size 2 --accumulate 2 --chunked-loss 48 --update-interval 2
     --steps 4 --warmup 1 --eval-blocks 2 --eval-every 4 --log-every 1 --save-every 4
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ EXPERTS, INNER, OUTER = 4, 12, 10
 class Experts(nn.Module):
     """Two weights, one of them stored inputs first."""
 
-    grass_experts = {"up": False, "down": True}
+    grass_experts: ClassVar = {"up": False, "down": True}
 
     def __init__(self) -> None:
         super().__init__()

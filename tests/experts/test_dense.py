@@ -33,7 +33,7 @@ def pair(dim: int, **options: Any) -> tuple[Any, Any, Any, Any]:
 
 
 TOLERANCE = {"keep": 1e-10, "bank": 1e-10, "reset": 1e-7}
-"""float64, sums in another order. With ``reset``, experts count steps row by row in float32, one matrix with integers."""
+"""float64, sums in another order. With ``reset``, experts count each row's steps in float32, one matrix as integers."""
 
 
 def assert_same(experts: Any, separate: Any, policy: str) -> None:

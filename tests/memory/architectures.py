@@ -12,6 +12,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from grass.memory import Architecture
@@ -37,6 +38,9 @@ KINDS = {
     "gemma2": Gemma2Config(**SMALL, head_dim=32),
     "phi": PhiConfig(**SMALL),
     "opt": OPTConfig(hidden_size=256, ffn_dim=1024, num_hidden_layers=2, num_attention_heads=8, vocab_size=8000),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SMALL, head_dim=64, moe_intermediate_size=256, num_local_experts=8, num_experts_per_tok=2
+    ),
     "gpt-neox": GPTNeoXConfig(**{**SMALL, "num_key_value_heads": None}),
 }
 CAPPED = "gemma2"

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from grass.memory import Architecture, Setting, parse_bytes, plan
 from grass.memory.llama import LlamaShape, llama_config
@@ -70,10 +70,12 @@ def planned_and_said(recipe, page):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_fits_the_gpu_of_its_name(recipe):
     args = pretrain["argument_parser"]().parse_args(flags(recipe))
-    size, memory = re.fullmatch(r"pretrain_llama_(\d+b)_(\d+gb)(?:_offload(?:_adamw)?)?", recipe.stem).groups()
+    name = r"pretrain_(?:llama|qwen3)_(\d+b(?:_a3b)?)_(\d+gb)(?:_offload(?:_adamw)?)?"
+    size, memory = re.fullmatch(name, recipe.stem).groups()
+    size = size.replace("_", "-")
     assert (args.model, args.dataset, args.dtype) == (size, "allenai/c4", "bf16")
     assert args.compact == (args.optimizer == "grass") == ("adamw" not in recipe.stem)
-    assert args.stream == (size in ("30b", "70b"))
+    assert args.stream == (size in ("30b", "30b-a3b", "70b"))
     assert args.offload == ("offload" in recipe.stem or args.stream)
     assert (args.checkpointing, args.seq_len) == (True, 2048)
     assert planned(args)[0].total <= parse_bytes(memory)
@@ -92,8 +94,9 @@ def test_says_what_is_planned(recipe):
 def test_streaming_recipes_say_what_is_planned(recipe):
     args, plan, row = planned_and_said(recipe, "docs/streaming.md")
     assert row.endswith(f"| rank {args.rank} | {plan.total / 1e9:.0f} GB | {plan.on_host / 1e9:.0f} GB |")
-    args.stream, args.host_activations = False, False
-    assert planned(args)[0].total > parse_bytes("24gb")
+    args.stream, args.host_activations, args.cache = False, False, 0
+    memory = re.search(r"_(\d+gb)", recipe.stem)[1]
+    assert planned(args)[0].total > parse_bytes(memory)
 
 
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if "offload" in path.stem], ids=lambda path: path.stem)
@@ -109,7 +112,7 @@ def test_does_not_fit_without_offload(recipe):
 def test_builds_at_full_size(recipe):
     """Model and optimizer of the recipe's own command line, on tensors without contents: what the planner counts."""
     args = pretrain["argument_parser"]().parse_args(flags(recipe))
-    args.stream = args.host_activations = False  # which do not change what is built
+    args.stream, args.host_activations, args.cache = False, False, 0  # which do not change what is built
     plan, config = planned(args)
     options = from_flags(OptimizerConfig, args, name=args.optimizer)
     with FakeTensorMode():
@@ -122,7 +125,7 @@ def test_builds_at_full_size(recipe):
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(path, marks=[] if "70b" in path.stem else pytest.mark.slow) for path in RECIPES],
+    [pytest.param(path, marks=[] if re.search("70b|a3b", path.stem) else pytest.mark.slow) for path in RECIPES],
     ids=lambda path: path.stem,
 )
 def test_smoke(recipe, tmp_path, capsys):
@@ -140,7 +143,7 @@ def test_smoke(recipe, tmp_path, capsys):
     assert (log["tokens_per_second"] > 0).all()
     assert float(evaluated) == pytest.approx(log["eval_loss"].iloc[-1], abs=1e-4)
     assert list((tmp_path / "checkpoints").glob("step-*/manifest.json"))
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.bfloat16
     ids = torch.randint(256, (1, 32))
     assert 4 < model(input_ids=ids, labels=ids).loss < 8
@@ -149,7 +152,7 @@ def test_smoke(recipe, tmp_path, capsys):
 
 
 def test_the_recipes_are_there():
-    names = {path.stem.removeprefix("pretrain_llama_") for path in RECIPES}
+    names = {path.stem.removeprefix("pretrain_").removeprefix("llama_") for path in RECIPES}
     resident = {"13b_40gb", "13b_24gb", "7b_24gb", "7b_12gb", "1b_8gb"}
     offloaded = {
         "13b_24gb_offload",
@@ -158,7 +161,7 @@ def test_the_recipes_are_there():
         "7b_32gb_offload_adamw",
         "1b_8gb_offload_adamw",
     }
-    assert names == resident | offloaded | {"30b_24gb", "70b_24gb"}
+    assert names == resident | offloaded | {"30b_24gb", "70b_24gb", "qwen3_30b_a3b_80gb"}
 
 
 FINETUNE = PRETRAIN.parent / "recipes/finetune_7b_8gb.sh"
