@@ -15,7 +15,7 @@ import grass
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = ["index", "from-adamw", "from-galore", "choosing", "memory", "offload", "streaming", "finetuning"]
+PAGES = ["index", "from-adamw", "from-galore", "choosing", "memory", "offload", "streaming", "models", "finetuning"]
 SCRIPTS = ["distributed"]
 """Pages whose code is one script for torchrun."""
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.calibration import calibrate
+from grass.compact_mode.classes import compact_class
 from grass.compact_mode.expert_conversion import experts_to_convert, is_converted, put_beside, take_away
 from grass.compact_mode.experts import ExpertRows
-from grass.compact_mode.int8 import Int8Linear
-from grass.compact_mode.layer import CompactLayer, CompactLinear
+from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.left_alone import left_alone
 from grass.compact_mode.registry import LAYERS, watch_optimizers
 from grass.options import check_value, resolve_rank
@@ -99,7 +99,7 @@ def compact(
         raise ValueError(f"None of the layers matched can be converted: {', '.join(layers)}")
     for index, (name, layer_ranks) in enumerate(ranks.items()):
         if not isinstance(layers[name], CompactLayer):
-            _become(layers[name], _compact_class(layers[name], weights))
+            _become(layers[name], compact_class(layers[name], weights))
             _convert(layers[name], name, *layer_ranks, dim, dtype, (seed, index))
     for index, (name, layer_ranks) in enumerate(experts_ranks.items(), len(ranks)):
         rows = experts[name]
@@ -173,7 +173,7 @@ def convertible(name: str, layer: Any, reasons: Mapping[str, str] = MappingProxy
     if name in reasons:
         logger.warning("Grass passes over %s: %s", name, reasons[name])
         return False
-    if _compact_class(layer) is None:
+    if compact_class(layer) is None:
         logger.warning("Grass passes over %s: %s is no plain linear layer", name, type(layer).__name__)
         return False
     if not isinstance(layer.weight, nn.Parameter):
@@ -205,7 +205,7 @@ def _converted_names(model: nn.Module) -> list[str]:
 
 def _size(layer: Any, dim: int) -> int:
     """Rows or columns of a layer."""
-    cls: Any = type(layer) if isinstance(layer, CompactLayer) else _compact_class(layer)
+    cls: Any = type(layer) if isinstance(layer, CompactLayer) else compact_class(layer)
     size: int = layer.weight.shape[dim ^ cls.stores_transposed]
     return size
 
@@ -297,18 +297,3 @@ CONVERSION_ATTRIBUTES = (
     "_pending",
 )
 """Entries of a converted layer's ``__dict__`` that :func:`expand` removes, beside parameters and buffers."""
-
-
-def _compact_class(module: nn.Module, weights: str | None = None) -> type[CompactLayer] | None:
-    """The converted counterpart of a module's class; ``None`` if there is none."""
-    if type(module) is nn.Linear:
-        return Int8Linear if weights == "int8" else CompactLinear
-    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
-        from grass.compact_mode.conv1d import CompactConv1D, Int8Conv1D
-
-        return Int8Conv1D if weights == "int8" else CompactConv1D
-    if type(module).__name__ == "FalconLinear" and type(module).__module__.startswith("transformers."):
-        from grass.compact_mode.falcon import CompactFalconLinear, Int8FalconLinear
-
-        return Int8FalconLinear if weights == "int8" else CompactFalconLinear
-    return None
