@@ -76,7 +76,8 @@ def _sizes(
     modules = dict(model.named_modules())
     for name, p in model.named_parameters():
         module, _, attribute = name.rpartition(".")
-        ours = name in covered or (module in covered and attribute == "weight")
+        plain = module.replace(f"{EXPERT_ROWS}.", "")
+        ours = name in covered or (plain in covered and attribute == "weight")
         rows = attribute == "active" and (module in covered or f".{EXPERT_ROWS}." in f".{module}")
         if is_lazy(p) or rows or not (p.requires_grad or ours):
             continue

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from torch import Tensor, nn
 
-from grass.coverage import report
+from grass.coverage import EXPERT_ROWS, report
 
 logger = logging.getLogger("grass")
 
@@ -82,7 +82,11 @@ def expert_weights(module: nn.Module) -> dict[str, bool]:
     if not hasattr(module, "_apply_gate") or not hasattr(module, "is_transposed"):
         return {}
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    return {name: bool(module.is_transposed) for name in names if _is_batch(module._parameters.get(name))}
+    rows = module._modules.get(EXPERT_ROWS)
+    held = {} if rows is None else rows._modules
+    return {
+        name: bool(module.is_transposed) for name in names if name in held or _is_batch(module._parameters.get(name))
+    }
 
 
 def _is_batch(weight: Tensor | None) -> bool:

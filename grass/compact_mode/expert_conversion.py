@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from grass.compact_mode.experts import ExpertRows
+from grass.compact_mode.int8_experts import Int8ExpertRows
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.transformers_experts import restore, use_active_rows
 from grass.coverage import EXPERT_ROWS
@@ -19,11 +20,8 @@ logger = logging.getLogger("grass")
 def experts_to_convert(
     model: nn.Module, targets: Targets, exclude: Targets, dim: int, weights: str | None
 ) -> dict[str, ExpertRows]:
-    """The active rows of matched experts by the name of the weight; new ones are not part of the model yet.
-
-    Raises:
-        ValueError: the weights are to be int8 codes.
-    """
+    """The active rows of matched experts by the name of the weight; new ones are not part of the model yet."""
+    cls = Int8ExpertRows if weights == "int8" else ExpertRows
     found = {}
     for name in matched_experts(model, targets, exclude):
         module, weight = _split(model, name)
@@ -32,9 +30,7 @@ def experts_to_convert(
         if rows is None and not parameter.requires_grad:
             logger.warning("Grass passes over %s: it is frozen", name)
             continue
-        found[name] = rows or ExpertRows(parameter, dim, expert_weights(module)[weight])
-    if found and weights is not None:
-        raise ValueError(f"Invalid {weights=}: does not take experts: leave them out with exclude={[*found][:1]}")
+        found[name] = rows or cls(parameter, dim, expert_weights(module)[weight])
     return found
 
 
@@ -49,6 +45,9 @@ def put_beside(model: nn.Module, rows: ExpertRows) -> None:
     if EXPERT_ROWS not in module._modules:
         module.add_module(EXPERT_ROWS, nn.ModuleDict())
     module.get_submodule(EXPERT_ROWS).add_module(weight, rows)
+    if rows.holds_weight:
+        module._parameters[weight] = None
+        rows.__dict__["hook"] = module.register_load_state_dict_pre_hook(_hand_down)  # type: ignore[no-untyped-call]
     if not hasattr(module, "grass_experts"):
         use_active_rows(module)
 
@@ -58,12 +57,22 @@ def take_away(model: nn.Module, rows: ExpertRows) -> None:
     module, weight = _split(model, rows.label)
     rows.weight.data = rows.weight.data.contiguous()
     rows.weight.requires_grad_(True)
+    module._parameters[weight] = rows.weight
+    if (hook := rows.__dict__.pop("hook", None)) is not None:
+        hook.remove()
     every: Any = module.get_submodule(EXPERT_ROWS)
     del every[weight]
     if not every:
         del module._modules[EXPERT_ROWS]
         if not hasattr(module, "grass_experts"):
             restore(module)
+
+
+def _hand_down(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+    """Give plain weights of experts that are loaded to those that hold them as codes."""
+    for name in module.get_submodule(EXPERT_ROWS)._modules:
+        if prefix + name in state_dict:
+            state_dict[f"{prefix}{EXPERT_ROWS}.{name}.weight"] = state_dict.pop(prefix + name)
 
 
 def _split(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -38,6 +38,8 @@ class ExpertRows(CompactLayer):
     """
 
     transposed: bool
+    holds_weight = False
+    """Whether the weight is a parameter of this module and not of the module of experts."""
 
     def __init__(self, weight: nn.Parameter, dim: int, transposed: bool) -> None:
         super().__init__()
@@ -52,7 +54,8 @@ class ExpertRows(CompactLayer):
         if every is None or name not in every._modules:
             return None
         rows: Any = every._modules[name]
-        rows.bind(module._parameters[name])
+        if not rows.holds_weight:
+            rows.bind(module._parameters[name])
         return rows  # type: ignore[no-any-return]
 
     def bind(self, weight: Any) -> None:
@@ -78,13 +81,21 @@ class ExpertRows(CompactLayer):
 
     def set_matrix(self, matrix: Tensor) -> None:
         """Make a matrix of all experts the weight's storage."""
-        rows = (matrix if self.dim == 0 else matrix.t()).view(self.experts, -1, matrix.shape[1 - self.dim])
-        self.weight.data = rows if self.by_rows else rows.transpose(1, 2)
+        self.weight.data = self.as_stored(matrix)
 
-    def matrices(self) -> Tensor:
+    def as_stored(self, matrix: Tensor) -> Tensor:
+        """A matrix of all experts as ``(E, m, n)`` or ``(E, n, m)``; a view, the inverse of :meth:`as_matrix`."""
+        rows = (matrix if self.dim == 0 else matrix.t()).view(self.experts, -1, matrix.shape[1 - self.dim])
+        return rows if self.by_rows else rows.transpose(1, 2)
+
+    def matrices(self, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         """``(E, n, m)``: what the tokens of each expert are multiplied by; a view."""
-        weight = local(self.weight.detach())
         return weight if self.transposed else weight.transpose(1, 2)
+
+    def precision(self, x: Tensor) -> torch.dtype:
+        """The dtype of products with tokens ``x``."""
+        dtype: torch.dtype = self.weight.dtype
+        return dtype
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]  # has two inputs
         """``x_e W_e^T`` of each expert, in the precision of the weight, as transformers does it also under autocast.
@@ -97,11 +108,10 @@ class ExpertRows(CompactLayer):
             ``(t, m)``.
         """
         self.follow(probe=torch.is_grad_enabled())
-        matrices = self.matrices()
-        x = x.to(matrices.dtype)
+        x, weight, scale = x.to(self.precision(x)), local(self.weight.detach()), self.scale()
         if not torch.is_grad_enabled():
-            return grouped_product(x, matrices, ends)
-        y: Tensor = _ExpertFunction.apply(x, matrices, ends, self.active, self.chosen, self, self.sketch, self.signs)  # type: ignore[no-untyped-call]
+            return grouped_product(x, self.matrices(weight, scale, x.dtype), ends)
+        y: Tensor = _ExpertFunction.apply(x, weight, scale, ends, self.active, self, self.sketch, self.signs)  # type: ignore[no-untyped-call]
         return y
 
     def chosen_of_each(self) -> Tensor:
@@ -120,9 +130,13 @@ class ExpertRows(CompactLayer):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self.arrive()
+        self.reload_changed()
+        self.mark_synced()
+
+    def reload_changed(self) -> None:
+        """Copy the weight's rows into the active rows where they differ: these may be more precise."""
         if not self.holds_active():
             self.reload()
-        self.mark_synced()
 
     def extra_repr(self) -> str:
         """Experts, rank of each, and dim."""
@@ -137,10 +151,10 @@ class _ExpertFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        matrices: Tensor,
+        weight: Tensor,
+        scale: Tensor | None,
         ends: Tensor,
         active: Tensor,
-        chosen: Tensor,
         layer: ExpertRows,
         sketch: Tensor | None,
         signs: Tensor | None,
@@ -151,16 +165,17 @@ class _ExpertFunction(torch.autograd.Function):
         ctx.narrow = layer.dim == 1 and sketch is None
         indices = layer.chosen_of_each()
         saved = _pick(x, indices, ends) if ctx.narrow else x
-        ctx.save_for_backward(saved, matrices, ends, indices, signs)
-        return grouped_product(x, matrices, ends)
+        ctx.save_for_backward(saved, weight, scale, ends, indices, signs)
+        return grouped_product(x, layer.matrices(weight, scale, x.dtype), ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, active rows and sketch."""
-        x, matrices, ends, indices, signs = ctx.saved_tensors
-        layer = ctx.layer
-        grad_x = grouped_product(grad, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+        x, weight, scale, ends, indices, signs = ctx.saved_tensors
+        layer, grad_x = ctx.layer, None
+        if ctx.needs_input_grad[0]:
+            grad_x = grouped_product(grad, layer.matrices(weight, scale, grad.dtype).transpose(1, 2), ends)
         if layer.dim == 0:
             kept, mixed = grad, x
             rows = grouped_inner_product(_pick(grad, indices, ends), x, ends)
@@ -174,7 +189,7 @@ class _ExpertFunction(torch.autograd.Function):
         if ctx.sketching:
             mixed = mixed if signs is None else mixed @ signs.to(mixed.dtype)
             grad_sketch = grouped_inner_product(kept.float(), mixed.float(), ends).flatten(0, 1)
-        return grad_x, None, None, rows if layer.dim == 0 else rows.t(), None, None, grad_sketch, None
+        return grad_x, None, None, None, rows if layer.dim == 0 else rows.t(), None, grad_sketch, None
 
 
 def _pick(x: Tensor, indices: Tensor, ends: Tensor) -> Tensor:
@@ -212,22 +227,23 @@ def expert_linear(module: nn.Module, name: str, x: Tensor, ends: Tensor | None =
         raise ValueError(
             f"Invalid {name=}: {type(module).__name__} names {', '.join(named) or 'no'} weights of experts"
         )
-    weight: Any = module._parameters[name]
-    x = x.to(weight.dtype)
+    rows, weight = ExpertRows.of(module, name), module._parameters[name]
+    experts = weight.shape[0] if rows is None else rows.experts  # type: ignore[union-attr]
     if (x.ndim == 3) != (ends is None) or x.ndim not in (2, 3):
         raise ValueError(f"x must be (t, n) with ends, or (E, t, n) without: got shape {tuple(x.shape)}")
     if ends is None:
-        if x.shape[0] != weight.shape[0]:
-            raise ValueError(f"x of shape {tuple(x.shape)} is not of {weight.shape[0]} experts")
+        if x.shape[0] != experts:
+            raise ValueError(f"x of shape {tuple(x.shape)} is not of {experts} experts")
         ends = torch.arange(1, x.shape[0] + 1, device=x.device) * x.shape[1]
         y = expert_linear(module, name, x.flatten(0, 1), ends)
         return y.view(*x.shape[:2], y.shape[1])
-    if ends.shape != (weight.shape[0],):
-        raise ValueError(f"ends of shape {tuple(ends.shape)} is not of {weight.shape[0]} experts")
-    rows = ExpertRows.of(module, name)
+    if ends.shape != (experts,):
+        raise ValueError(f"ends of shape {tuple(ends.shape)} is not of {experts} experts")
     if rows is not None:
         product: Tensor = rows(x, ends)
         return product
+    assert weight is not None
+    x = x.to(weight.dtype)
     matrices = weight if named[name] else weight.transpose(1, 2)
     limits = [0, *ends.tolist()]
     every = [x[a:b] @ matrix for matrix, (a, b) in zip(matrices, pairwise(limits), strict=True)]

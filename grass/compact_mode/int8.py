@@ -91,6 +91,15 @@ class Int8Weight(CompactLayer):
         self.active_projector().scatter_(matrix, self.active.detach())
         return matrix
 
+    def plain_key(self, prefix: str) -> str:
+        """The name of the weight in the plain model's ``state_dict``, given this layer's prefix."""
+        return f"{prefix}weight"
+
+    def plain_weight(self) -> Tensor:
+        """:meth:`plain_matrix` as a plain layer stores it."""
+        matrix = self.plain_matrix()
+        return matrix.t() if self.stores_transposed else matrix
+
     def unconvert(self) -> None:
         """Store plain values again."""
         self.set_matrix(self.plain_matrix())
@@ -141,6 +150,5 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
             prefix = f"{name}." if name else ""
             for key in ("weight_codes", "weight_scale"):
                 del state[prefix + key]
-            matrix = layer.plain_matrix()
-            state[f"{prefix}weight"] = (matrix.t() if layer.stores_transposed else matrix).cpu().contiguous()
+            state[layer.plain_key(prefix)] = layer.plain_weight().cpu().contiguous()
     return state

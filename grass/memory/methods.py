@@ -205,7 +205,7 @@ def grass_int8(model: Architecture, setting: Setting) -> Holdings:
     """Grass with ``weights="int8"``: a float32 scale per row (``dim=0``) or column (``dim=1``), cast layer by layer."""
     plain, e = grass(model, setting), setting.dtype.itemsize
     saved = model.layers * (model.layer_matrix * (e - 1) - scale_bytes(model, setting))
-    largest = max(linear.m * linear.n for linear in model.linears)
+    largest = max(linear.elements for linear in model.linears)
     written = max((r + q) * width for r, q, width in active_sizes(model, setting))
     return Holdings(
         **{
@@ -250,12 +250,6 @@ METHODS: dict[str, Method] = {
     "Grass int8": grass_int8,
 }
 """Methods by name, as ``--method`` and the tables have it."""
-
-
-def methods_for(model: Architecture) -> list[str]:
-    """The methods that take a model: int8 weights are not for experts."""
-    has_experts = any(linear.experts > 1 for linear in model.linears)
-    return [name for name in METHODS if not (has_experts and name == "Grass int8")]
 
 
 def active_sizes(model: Architecture, setting: Setting) -> list[tuple[int, int, int]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from grass.memory.architecture import Architecture
 from grass.memory.fits import largest_that_fit
-from grass.memory.methods import METHODS, OFFLOADABLE, Host, methods_for
+from grass.memory.methods import METHODS, OFFLOADABLE, Host
 from grass.memory.offloading import step_tasks
 from grass.memory.planner import Plan, plan
 from grass.memory.setting import Setting
@@ -36,7 +36,7 @@ def render(
     host: int | None = None,
 ) -> str:
     """The table; with a ``gpu`` (and a ``host``) of so many bytes what fits; with a ``machine`` how long steps take."""
-    plans = {method: plan(method, model, setting) for method in methods_for(model)}
+    plans = {method: plan(method, model, setting) for method in METHODS}
     rows = [["", *plans]] + [
         [_label(field, label, setting.checkpointing), *(_gb(getattr(p, field)) for p in plans.values())]
         for field, label in CATEGORIES.items()
@@ -82,7 +82,7 @@ def render(
 
 def _streaming(model: Architecture, setting: Setting, machine: Machine | None) -> list[list[str]]:
     """Units and, with a machine, the predicted seconds of a step and tokens a second."""
-    held = {method: METHODS[method](model, setting) if method in OFFLOADABLE else None for method in methods_for(model)}
+    held = {method: METHODS[method](model, setting) if method in OFFLOADABLE else None for method in METHODS}
     units = [None if h is None else visiting(h, model, setting) for h in held.values()]
     rows = [
         ["one unit", *("-" if unit is None else _gb(unit.nbytes) for unit in units)],

@@ -237,7 +237,6 @@ def test_attach() -> None:
         (lambda m, x: grass.expert_linear(m, "up", x), "ends"),
         (lambda m, x: grass.expert_linear(m, "up", x, torch.tensor([1, 2])), "4 experts"),
         (lambda m, x: grass.expert_linear(m, "up", x.view(2, 2, -1)), "4 experts"),
-        (lambda m, x: grass.compact(m, rank=3, weights="int8"), "int8"),
         (lambda m, x: grass.compact(m, rank=11), "rank=11"),
         (lambda m, x: grass.compact(m, rank=3, explore=9), "explore=9"),
     ],

@@ -44,6 +44,8 @@ CASES = [
     pytest.param("GaLore", llama("13b", 3), {}, id="13b-wide-galore", marks=SLOW),
     pytest.param("Grass int8", llama("13b", 3), {}, id="13b-wide-int8", marks=SLOW),
     pytest.param("Grass int8", llama("60m", 3), {"rank": 64, "dim": 0, "policy": "keep"}, id="60m-int8-dim0-keep"),
+    pytest.param("Grass int8", KINDS["qwen3-moe"], {"rank": 32, "seq_len": 256}, id="qwen3-moe-int8", marks=SLOW),
+    pytest.param("Grass", KINDS["qwen3-moe"], {"rank": 32, "dim": 0, "seq_len": 256}, id="qwen3-moe-dim0", marks=SLOW),
     *(
         pytest.param(
             method,
