@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,9 @@ from grass.state.bank_exchange import BankExchange
 from grass.state.policies import policy_of
 from grass.state.precision import shrink_
 from grass.state.refresh import Outcome, refresh, refresh_due
+from grass.state.schema import MOMENTS
 from grass.stepping.backends import step_rows
-from grass.stepping.experts import count_step, has_tokens, place_of, state_of
+from grass.stepping.experts import count_step, has_tokens, place_of, put_moments, state_of
 from grass.stepping.group import GroupStep, Member, count
 from grass.stepping.rows import DenseExplored, DenseRows
 
@@ -37,6 +40,8 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
     for rows in every:
         if rows.copied_from is not None:
             _copy_back(rows.copied_from, rows.stepped())
+        if rows.finish is not None:
+            rows.finish()
 
 
 def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: BankExchange) -> bool:
@@ -85,14 +90,17 @@ def _rows(step: GroupStep, member: Member) -> list[DenseRows]:
 
 def _rows_of_expert(member: Member, expert: int, experts: int, explored: DenseExplored | None) -> DenseRows:
     p, grad, state, position = member
-    own, dim = state_of(state, expert, experts, state["dim"]), state["dim"]
+    dim = state["dim"]
+    own = state_of(state, expert, experts, dim)
+    own |= {key: own[key].contiguous() for key in MOMENTS}  # copies with dim=1: kernels want no gaps
     weight, first = p.detach()[expert], expert * p.shape[1 + dim]
     if explored is not None:
         drawn = explored.indices
         indices = None if drawn is None else drawn.view(experts, -1)[expert] - first
         explored = DenseExplored(grad[expert], explored.reach, indices)
     place = place_of(position, expert)
-    return DenseRows(weight, own["indices"] - first, None, dim, grad[expert], own, place, explored)
+    finish = partial(put_moments, state, own, expert, experts, dim)
+    return DenseRows(weight, own["indices"] - first, None, dim, grad[expert], own, place, explored, finish=finish)
 
 
 def _explored(step: GroupStep, member: Member, experts: int) -> DenseExplored | None:

@@ -37,6 +37,15 @@ def state_of(state: State, expert: int, experts: int, dim: int) -> State:
     return {**state, **own, "indices": state["indices"][part], "row_steps": state["row_steps"][part]}
 
 
+def put_moments(state: State, own: State, expert: int, experts: int, dim: int) -> None:
+    """Write the moments of one expert back, where they are copies."""
+    rank = state["indices"].numel() // experts
+    for key in MOMENTS:
+        part = state[key].narrow(dim, expert * rank, rank)
+        if part.data_ptr() != own[key].data_ptr():
+            part.copy_(own[key])
+
+
 def place_of(position: int, expert: int) -> int:
     """What stands for the parameter's place in the random keys of one expert, so that experts round differently."""
     return position + ((expert + 1) << 24)

@@ -5,6 +5,7 @@ Backends treat both alike through :class:`Rows`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -129,6 +130,7 @@ class DenseRows:
     index: int
     explored: DenseExplored | None
     copied_from: Tensor | None = None  # what `weight` may be a copy of
+    finish: Callable[[], None] | None = None  # to call after the step
 
     def stepped(self) -> Tensor:
         """The weight."""
