@@ -150,19 +150,22 @@ class Options:
 
     def experts_of(self, tensor: Tensor) -> int:
         """How many matrices a tensor of this group consists of: ``E`` for the weights of experts, else 1."""
-        return tensor.shape[0] if self.experts and tensor.ndim == 3 else 1
+        return tensor.shape[0] if self.is_batch(tensor) else 1
+
+    def is_batch(self, tensor: Tensor) -> bool:
+        """Whether a tensor of this group is the weight of experts."""
+        return self.experts and tensor.ndim == 3
 
     def dim_of(self, tensor: Tensor) -> int:
         """The dimension in which rows of a tensor of this group are selected, as a matrix or as those of experts."""
-        return resolve_dim(self.dim, tensor[0] if self.experts_of(tensor) > 1 else as_matrix(tensor))
+        return resolve_dim(self.dim, tensor[0] if self.is_batch(tensor) else as_matrix(tensor))
 
     def matrix_of(self, tensor: Tensor) -> Tensor:
         """The tensor as one matrix; of experts one without values, which has the shape of all beside each other."""
-        experts, dim = self.experts_of(tensor), self.dim_of(tensor)
-        if experts == 1:
+        if not self.is_batch(tensor):
             return as_matrix(tensor)
         shape = list(tensor.shape[1:])
-        shape[dim] *= experts
+        shape[self.dim_of(tensor)] *= tensor.shape[0]
         return tensor.new_empty(()).expand(shape)
 
     def selected(self, size: int) -> int:

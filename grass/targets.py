@@ -55,7 +55,8 @@ def matched_modules(
             reason = "empty" if name in empty else "shared with another module"
             logger.warning("Grass passes over %s: its weight is %s", name, reason)
     if not own and not may_be_none:
-        listed = ", ".join([*linear][:8]) + (", ..." if len(linear) > 8 else "")
+        known = [*linear, *matched_experts(model)]
+        listed = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
         reason = "match only layers with shared or empty weights" if matched else "match no linear layer"
         raise ValueError(f"{targets=}, {exclude=} {reason}; the model has: {listed or 'none'}")
     return own
@@ -69,7 +70,12 @@ def matched_experts(model: nn.Module, targets: Targets = None, exclude: Targets 
         for name, module in model.named_modules()
         for weight in expert_weights(module)
     )
-    return [name for name in names if (by_default or _matches(name, targets)) and not _matches(name, exclude)]
+    return [name for name in names if (by_default or _names(name, targets)) and not _names(name, exclude)]
+
+
+def _names(weight: str, patterns: Targets) -> bool:
+    """Whether a pattern matches a weight of experts, or the module that has it."""
+    return _matches(weight, patterns) or _matches(weight.rpartition(".")[0], patterns)
 
 
 def expert_weights(module: nn.Module) -> dict[str, bool]:
@@ -78,7 +84,7 @@ def expert_weights(module: nn.Module) -> dict[str, bool]:
     Modules of Hugging Face transformers are known. Others say it themselves: ``grass_experts = {"up": False}``.
     """
     if (own := getattr(module, "grass_experts", None)) is not None:
-        return dict(own)
+        return _checked(module, own)
     if not hasattr(module, "_apply_gate") or not hasattr(module, "is_transposed"):
         return {}
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
@@ -87,6 +93,22 @@ def expert_weights(module: nn.Module) -> dict[str, bool]:
     return {
         name: bool(module.is_transposed) for name in names if name in held or _is_batch(module._parameters.get(name))
     }
+
+
+def _checked(module: nn.Module, named: object) -> dict[str, bool]:
+    """The weights that a module names, if they are there."""
+    if not isinstance(named, dict):
+        raise TypeError(
+            f"Invalid grass_experts={named!r} of {type(module).__name__}: must be a dict of names and bools"
+        )
+    rows = module._modules.get(EXPERT_ROWS)
+    held = {} if rows is None else rows._modules
+    for name in named:
+        if name not in held and not _is_batch(module._parameters.get(name)):
+            raise ValueError(
+                f"Invalid grass_experts={named!r} of {type(module).__name__}: {name!r} is no parameter (E, m, n)"
+            )
+    return dict(named)
 
 
 def _is_batch(weight: Tensor | None) -> bool:

@@ -172,12 +172,14 @@ class Attachment:
     def _explore(self, layer: CompactLayer, before: Tensor) -> None:
         """Replace the optimizer's move of explored rows by ours, and zero its state for them."""
         assert layer.active.grad is not None
-        grad, rows = local(layer.active.grad), layer.rows()
+        grad, rows, dim = layer.active.grad, layer.rows(), layer.dim
         update = layer.selected_part(before) - layer.selected_part(rows)
-        like = layer.explored_part(layer.active.grad)
-        unit, lengths = explored_directions(update, layer.selected_part(grad), local(like), layer.dim, like)
-        moved = unit * lengths.unsqueeze(1 - layer.dim) * layer.reach
-        layer.explored_part(rows).copy_(layer.explored_part(before) - moved)
+        parts = update, layer.selected_part(local(grad)), layer.explored_part(grad)
+        moves = []
+        for own_update, selected, explored in zip(*(t.chunk(layer.experts, dim) for t in parts), strict=True):
+            unit, lengths = explored_directions(own_update, selected, local(explored), dim, explored)
+            moves.append(unit * lengths.unsqueeze(1 - dim) * layer.reach)
+        layer.explored_part(rows).copy_(layer.explored_part(before) - torch.cat(moves, dim))
         for value in self._state_of_rows(layer):
             layer.explored_part(local(value)).zero_()
 

@@ -178,7 +178,7 @@ def _explore_other_rows(every: list[Trained], options: Options) -> None:
         key = options.seed, position, state["step"]
         own: dict[str, Any] = layer._parameters | layer._buffers  # past __getattr__, which is slow
         places = own["weight"], layer.weight_axis(layer.dim), own["active"], layer.dim, own["chosen"], layer.rank
-        if layer.experts > 1 or not draws.add(*places, draw_key(*key)):
+        if own["weight"].ndim > 2 or not draws.add(*places, draw_key(*key)):
             layer.explore(_drawn(layer, state, key))
     draws.run()
 

@@ -97,7 +97,8 @@ class ExpertRows(CompactLayer):
         dtype: torch.dtype = self.weight.dtype
         return dtype
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]  # has two inputs
+    @torch.compiler.disable(reason="each expert's tokens depend on the data")  # type: ignore[no-untyped-call, untyped-decorator]
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """``x_e W_e^T`` of each expert, in the precision of the weight, as transformers does it also under autocast.
 
         Args:
@@ -108,7 +109,7 @@ class ExpertRows(CompactLayer):
             ``(t, m)``.
         """
         self.follow(probe=torch.is_grad_enabled())
-        x, weight, scale = x.to(self.precision(x)), local(self.weight.detach()), self.scale()
+        x, weight, scale = x.to(self.precision(x)).contiguous(), local(self.weight.detach()), self.scale()
         if not torch.is_grad_enabled():
             return grouped_product(x, self.matrices(weight, scale, x.dtype), ends)
         y: Tensor = _ExpertFunction.apply(x, weight, scale, ends, self.active, self, self.sketch, self.signs)  # type: ignore[no-untyped-call]
@@ -173,7 +174,7 @@ class _ExpertFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, active rows and sketch."""
         x, weight, scale, ends, indices, signs = ctx.saved_tensors
-        layer, grad_x = ctx.layer, None
+        layer, grad_x, grad = ctx.layer, None, grad.contiguous()  # that of a sum has no strides
         if ctx.needs_input_grad[0]:
             grad_x = grouped_product(grad, layer.matrices(weight, scale, grad.dtype).transpose(1, 2), ends)
         if layer.dim == 0:
@@ -239,6 +240,8 @@ def expert_linear(module: nn.Module, name: str, x: Tensor, ends: Tensor | None =
         return y.view(*x.shape[:2], y.shape[1])
     if ends.shape != (experts,):
         raise ValueError(f"ends of shape {tuple(ends.shape)} is not of {experts} experts")
+    if ends.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_ends(ends, x.shape[0])
     if rows is not None:
         product: Tensor = rows(x, ends)
         return product
@@ -249,3 +252,10 @@ def expert_linear(module: nn.Module, name: str, x: Tensor, ends: Tensor | None =
     every = [x[a:b] @ matrix for matrix, (a, b) in zip(matrices, pairwise(limits), strict=True)]
     behind = x.new_zeros(x.shape[0] - limits[-1], weight.shape[2 if named[name] else 1], dtype=every[0].dtype)
     return torch.cat([*every, behind])
+
+
+def _check_ends(ends: Tensor, tokens: int) -> None:
+    """Raise ``ValueError`` unless the places are ascending and among the tokens."""
+    limits = [0, *ends.tolist(), tokens]
+    if any(start > end for start, end in pairwise(limits)):
+        raise ValueError(f"ends must be ascending, from 0 to the {tokens} tokens that there are: got {limits[1:-1]}")

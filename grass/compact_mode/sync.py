@@ -95,7 +95,6 @@ class SyncedRows(ActiveRows):
         if compiling or self._sharded:
             return
         if self._pending:
-            self._pending = False
             self._write_pending()
         now = self._stamps()
         if now is None or (now == self._synced and not compare and not (probe and self._changed_unseen())):
@@ -116,7 +115,9 @@ class SyncedRows(ActiveRows):
         """As :meth:`sync`, but if writing the weight is deferred, only take up a weight that was changed."""
         if not self.deferred:
             self.sync(compare=compare, probe=probe)
-        elif (now := self._stamps()) is not None and self._synced is not None and now != self._synced:
+            return
+        self.arrive()
+        if (now := self._stamps()) is not None and self._synced is not None and now != self._synced:
             write = self.begin_write()
             if now[1] != self._synced[1]:
                 self.reload()
@@ -174,9 +175,15 @@ class SyncedRows(ActiveRows):
         self.gather(self.active_projector(), out=self.rows())
 
     def _write_pending(self) -> None:
-        """Write the active rows into the weight, unless it was changed since they were stepped."""
+        """Write the active rows into the weight, unless it was changed since they were stepped.
+
+        While the layer computes elsewhere, its weight is not here and has no stamp: it is written later.
+        """
         now = self._stamps()
-        if now is not None and self._synced is not None and now[1] == self._synced[1]:
+        if now is None:
+            return
+        self._pending = False
+        if self._synced is not None and now[1] == self._synced[1]:
             self.write_back()
             self._synced = self._stamps()
 

@@ -1,7 +1,7 @@
 """The forward of Hugging Face transformers' experts with active rows.
 
 transformers lets a configuration name how experts compute (``experts_implementation``). :func:`use_active_rows`
-registers ``"grass"`` there and names it in a configuration of the converted module's own; :func:`restore` names the
+registers ``"grass"`` there and names it in a configuration of the converted module's own; :func:`restore` gives it the
 earlier one again.
 """
 
@@ -26,15 +26,13 @@ def use_active_rows(module: nn.Module) -> None:
     earlier: Any = module.config
     if earlier._experts_implementation != IMPLEMENTATION:
         config = copy.copy(earlier)  # the model's own stays, which other models may have been made from
-        config._grass_earlier, config._experts_implementation = earlier._experts_implementation, IMPLEMENTATION
+        config._grass_earlier, config._experts_implementation = earlier, IMPLEMENTATION
         module.config = config
 
 
 def restore(module: nn.Module) -> None:
-    """Name the earlier implementation in the module's configuration again."""
-    config: Any = module.config
-    if config._experts_implementation == IMPLEMENTATION:
-        config._experts_implementation = vars(config).pop("_grass_earlier", "eager")
+    """Give a module its earlier configuration again."""
+    module.config = vars(module.config).get("_grass_earlier", module.config)
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

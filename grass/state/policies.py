@@ -39,7 +39,7 @@ class Policy(ABC):
         options: of its group.
         index: of the parameter among all groups.
         exchange: how to reach the bank.
-        experts: matrices that the rows belong to; with several, each row has a step count of its own.
+        by_row: whether each row has a step count of its own also with ``reset``, as those of experts have.
     """
 
     state: State
@@ -47,7 +47,7 @@ class Policy(ABC):
     options: Options
     index: int
     exchange: BankExchange
-    experts: int = 1
+    by_row: bool = False
 
     @abstractmethod
     def __call__(self, old: Projector | None, new: Projector) -> None:
@@ -72,7 +72,7 @@ class Reset(Policy):
         self.drop_bank()
         with self.full_moments():
             reset(self.state, new, self.weight)
-        if self.experts > 1:
+        if self.by_row:
             self.state["row_steps"] = torch.zeros(new.indices.shape, device=self.weight.device)
 
 
@@ -101,7 +101,7 @@ POLICIES: dict[str, type[Policy]] = {"reset": Reset, "keep": Keep, "bank": Bank}
 
 
 def policy_of(
-    state: State, weight: Tensor, options: Options, index: int, exchange: BankExchange, experts: int = 1
+    state: State, weight: Tensor, options: Options, index: int, exchange: BankExchange, *, by_row: bool = False
 ) -> Policy:
     """The state policy of a group for one of its weights; arguments as in :class:`Policy`."""
-    return POLICIES[options.state_policy](state, weight, options, index, exchange, experts)
+    return POLICIES[options.state_policy](state, weight, options, index, exchange, by_row)

@@ -41,8 +41,7 @@ def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
     fresh = [item for item in every if not item[0].state]
     exchange = BankExchange.of(step.group, step.ranks)
     for member, layer in fresh:
-        policy = policy_of(member.state, layer.matrix(), step.options, member.position, exchange, layer.experts)
-        adopt(layer, member.state, policy)
+        adopt(layer, member.state, _policy(step, Trained(layer, member.state, member.position), exchange))
     if fresh and not step.lr:
         moves = any(bool(member.grad.any()) for member, _ in fresh)
         if not step.ranks.any(moves, local(fresh[0][0].grad).device):
@@ -92,8 +91,10 @@ def _advance(step: GroupStep, every: list[Trained]) -> None:
     """Select new rows if that is due, and prepare all layers for the next forward."""
     exchange = BankExchange.of(step.group, step.ranks, step.background)
 
-    def policy(item: Trained) -> Policy:
-        return policy_of(item.state, item.layer.matrix(), step.options, item.position, exchange, item.layer.experts)
-
-    step.chosen.extend(advance(every, step.options, step.ranks, policy))
+    step.chosen.extend(advance(every, step.options, step.ranks, lambda item: _policy(step, item, exchange)))
     exchange.finish()
+
+
+def _policy(step: GroupStep, item: Trained, exchange: BankExchange) -> Policy:
+    layer = item.layer
+    return policy_of(item.state, layer.matrix(), step.options, item.position, exchange, by_row=layer.experts > 1)

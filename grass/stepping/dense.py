@@ -32,7 +32,7 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
     ]
     exchange.finish()
     every = [rows for member in stepped for rows in _rows(step, member)]
-    count([member.state for member in stepped if step.options.experts_of(member.parameter) == 1])
+    count([member.state for member in stepped if not step.options.is_batch(member.parameter)])
     if step.options.decay == "all":
         for rows in every:
             shrink_(rows.stepped(), step.numbers(rows.state).shrink, step.value_key(rows.index, rows.state))
@@ -56,7 +56,7 @@ def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: Ban
     check_shards(weight, dim, "A weight")
     if norms is None:
         norms = _norms(step, grad, dim)
-    carry = policy_of(state, local(weight), step.options, index, exchange, experts)
+    carry = policy_of(state, local(weight), step.options, index, exchange, by_row=step.options.is_batch(p))
     if refresh(state, carry, norms, dim, rank, step.options, index, experts) is Outcome.PROVISIONAL and not step.lr:
         return False
     step.chosen.append(state["indices"])
@@ -65,9 +65,8 @@ def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: Ban
 
 def _norms(step: GroupStep, grad: Tensor, dim: int) -> Tensor:
     """Row norms. A rule that does not read them gets ones, unless ``lr`` is 0: zeros may then mean no update."""
-    experts = step.options.experts_of(grad)
     if needs_norms(step.options.selection) or not step.lr:
-        if experts > 1:
+        if step.options.is_batch(grad):
             return torch.cat([row_norms(own, dim) for own in grad])
         return row_norms(as_matrix(grad), dim)
     return torch.ones(step.options.matrix_of(grad).shape[dim])
@@ -78,7 +77,7 @@ def _rows(step: GroupStep, member: Member) -> list[DenseRows]:
     p, grad, state, position = member
     experts = step.options.experts_of(p)
     explored = _explored(step, member, experts)
-    if experts > 1:
+    if step.options.is_batch(p):
         seen = has_tokens(grad)
         count_step(state, seen, experts)
         return [_rows_of_expert(member, expert, experts, explored) for expert in seen]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -294,3 +294,99 @@ def test_streaming() -> None:
         assert losses == expected
         weights = sum(p.nbytes for p in (model.blocks[0].experts.up, model.blocks[0].experts.down))
         assert model.handle.units[0].nbytes < 1.5 * weights  # the weight travels once
+
+
+class One(nn.Module):
+    """A single expert, as a rank of expert parallelism may have."""
+
+    grass_experts: ClassVar = {"up": False}
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(1, inner, outer))
+
+
+@pytest.mark.parametrize("sizes", [(32, 64), (64, 32), (48, 32)])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("mode", ["dense", "compact"])
+def test_a_single_expert_is_a_linear_layer(mode: str, dim: int, sizes: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model, layer = One(*sizes), nn.Sequential(nn.Linear(sizes[1], sizes[0], bias=False))
+    layer[0].weight.data = model.up.detach()[0].clone()
+    optimizers = []
+    options: dict[str, Any] = {"lr": 1e-2, "update_interval": 2}
+    for part in (model, layer):
+        if mode == "compact":
+            grass.compact(part, rank=1 / 4, dim=dim)
+            optimizers.append(GrassAdamW(part, **options))
+        else:
+            optimizers.append(GrassAdamW(grass.param_groups(part, rank=1 / 4, dim=dim), **options))
+    for step in range(8):
+        x = torch.randn(1, 6, sizes[1], generator=torch.Generator().manual_seed(step))
+        for loss, optimizer in zip((grass.expert_linear(model, "up", x), layer(x)), optimizers, strict=True):
+            loss.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.up[0], layer[0].weight, rtol=1e-4, atol=1e-5)  # float32, other products
+
+
+def test_gradients_without_strides() -> None:
+    """Those of sums; also inputs that repeat one token."""
+    for model in (converted()[0].float(), converted()[0]):
+        dtype = model.up.dtype
+        x = torch.randn(1, 1, OUTER, dtype=dtype).expand(EXPERTS, 8, OUTER)
+        grass.expert_linear(model, "up", x).sum().backward()
+        plain = Experts().to(dtype)
+        plain.load_state_dict(model.state_dict())
+        grass.expert_linear(plain, "up", x).sum().backward()
+        layer = rows_of(model)[0]
+        whole = layer.as_matrix(plain.up.grad)[:, layer.chosen[: layer.rank]]
+        torch.testing.assert_close(layer.active.grad[:, : layer.rank], whole, rtol=1e-4, atol=1e-4)
+
+
+def test_attached_optimizers_explore_expert_by_expert() -> None:
+    """Plain SGD moves along the gradient, so an expert without tokens stays, and others move by their own lengths."""
+    model, _ = converted(1, 2)
+    before = {name: p.detach().clone() for name, p in (("up", model.up), ("down", model.down))}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    grass.attach(optimizer, model, update_interval=1000)
+    x, ends = batch(1)  # experts 0 and 2 have no tokens
+    model(x, ends).square().sum().backward()
+    optimizer.step()
+    for name, then in before.items():
+        moved = [not torch.equal(now, was) for now, was in zip(getattr(model, name), then, strict=True)]
+        assert moved == [False, True, False, True]
+
+
+def test_compiled() -> None:
+    model, _ = converted()
+    x, ends = batch(0)
+    expected = model(x, ends)
+    compiled = torch.compile(lambda given: model(given, ends) * 2, backend="eager")
+    torch.testing.assert_close(compiled(x), 2 * expected)
+
+
+@pytest.mark.parametrize("named", [{"dwon": True}, {"flat": False}, ["up"]])
+def test_weights_that_are_not_there(named: Any) -> None:
+    model: Any = Experts()
+    model.flat = nn.Parameter(torch.randn(3, 3))
+    model.grass_experts = named
+    for call in (grass.compact, grass.param_groups):
+        with pytest.raises((ValueError, TypeError), match="grass_experts"):
+            call(model, rank=2)
+
+
+@pytest.mark.parametrize("ends", [[2, 1, 3, 4], [1, 2, 3, 5], [-1, 2, 3, 4]])
+def test_ends_that_are_wrong(ends: list[int]) -> None:
+    for model in (Experts(), converted()[0]):
+        with pytest.raises(ValueError, match="ascending"):
+            grass.expert_linear(model, "up", torch.randn(4, OUTER, dtype=torch.float64), torch.tensor(ends))
+
+
+def test_modules_of_experts_can_be_named() -> None:
+    model = nn.ModuleDict({"experts": Experts(), "other": nn.Linear(4, 4)})
+    assert grass.compact(model, rank=2, exclude=["experts"]) == ["other"]
+    grass.expand(model)
+    assert grass.compact(model, rank=2, targets=["experts"]) == ["experts.up", "experts.down"]
+    with pytest.raises(ValueError, match=r"experts\.up"):
+        grass.compact(nn.ModuleDict({"experts": Experts()}), rank=2, targets=["none"])

@@ -80,6 +80,8 @@ def test_experts_compute_what_transformers_does(name: str) -> None:
     grass.expand(converted)
     earlier = models.build(name).config._experts_implementation
     assert {part.config._experts_implementation for part in converted.modules() if hasattr(part, "config")} == {earlier}
+    converted.set_experts_implementation("eager")
+    assert {part.config._experts_implementation for part in converted.modules() if hasattr(part, "config")} == {"eager"}
 
 
 @pytest.mark.slow

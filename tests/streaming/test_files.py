@@ -167,3 +167,32 @@ def test_free_memory(tmp_path: Path) -> None:
     assert home.free_memory(tmp_path) == 40 * 1024
     (group / "memory.max").write_text("30000\n")
     assert home.free_memory(tmp_path) == 30000 - 20000 + 1500
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_evaluation_loses_nothing(offload: Any, context: Any, tmp_path: Path) -> None:
+    def run(streamed: bool) -> Any:
+        stream = {"path": tmp_path}
+        model, optimizer = build(
+            "compact", streamed=streamed, offload=offload if streamed else None, stream=stream, explore=0
+        )
+        seen: list[Any] = []
+        for step in range(7):
+            seen += train(model, optimizer, 1, step)
+            model.eval()
+            with context():
+                seen.append(model(torch.arange(8).view(1, 8)).sum().item())
+            model.train()
+        return seen, model.state_dict()
+
+    assert same(run(True), run(False))
+
+
+def test_a_layer_used_by_hand_has_the_newest_values(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"explore": 0, "update_interval": 1000}
+    resident, by = build("compact", streamed=False, **options)
+    streamed, optimizer = build("compact", streamed=True, offload="cpu", stream={"path": tmp_path}, **options)
+    train(resident, by, 3), train(streamed, optimizer, 3)
+    x = torch.randn(2, 16)
+    assert torch.equal(streamed.blocks[1].up(x), resident.blocks[1].up(x))
