@@ -205,7 +205,8 @@ class SelectionHistory:
             names = group.get("param_names", [None] * len(group["params"]))
             for p, name in zip(group["params"], names, strict=True):
                 layer, state = layers.get(id(p)), self.optimizer.state.get(p, {})
-                if layer is not None or "indices" in state:
+                whole = "indices" in state and not (group.get("experts") and p.ndim == 3)
+                if layer is not None or whole:
                     shown = name.rpartition(".")[0] or name if name else f"parameter {position}"
                     yield _Selected(position, shown, p, layer, state)
                 position += 1

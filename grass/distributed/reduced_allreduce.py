@@ -65,6 +65,8 @@ class ReducedAllreduceState:
                 "The reduced all-reduce needs explore below 1.0, as in explore=0.25: if all rows move, the whole "
                 "gradient has to be sent"
             )
+        if any(group["experts"] and p.ndim == 3 for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError("The reduced all-reduce does not take experts in dense mode: use compact mode or plain DDP")
         self.optimizer, self.refresh = optimizer, refresh
         optimizer.verify_settings()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -153,3 +154,11 @@ def sharded(rank: int) -> str:
 
 def test_sharded_experts_are_refused() -> None:
     assert all("cannot be sharded" in message for message in run_world(sharded, 2))
+
+
+def test_the_reduced_all_reduce_is_refused() -> None:
+    from grass.distributed import ReducedAllreduceState
+
+    _, optimizer = built("dense", "uniform")
+    with pytest.raises(ValueError, match="does not take experts"):
+        ReducedAllreduceState(optimizer)

@@ -390,3 +390,15 @@ def test_modules_of_experts_can_be_named() -> None:
     assert grass.compact(model, rank=2, targets=["experts"]) == ["experts.up", "experts.down"]
     with pytest.raises(ValueError, match=r"experts\.up"):
         grass.compact(nn.ModuleDict({"experts": Experts()}), rank=2, targets=["none"])
+
+
+@pytest.mark.parametrize("mode", ["dense", "compact"])
+def test_history(mode: str) -> None:
+    """Rows of experts in dense mode are not recorded, those of compact mode as of any layer."""
+    model, optimizer = converted()
+    if mode == "dense":
+        grass.expand(model)
+        optimizer = GrassAdamW(grass.param_groups(model, rank=3), update_interval=2)
+    history = grass.diagnostics.SelectionHistory(optimizer)
+    train(model, optimizer, 5)
+    assert (len(history.table()) > 0) == (mode == "compact")
