@@ -66,7 +66,7 @@ class ReducedAllreduceState:
                 "gradient has to be sent"
             )
         if any(group["experts"] and p.ndim == 3 for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError("The reduced all-reduce does not take experts in dense mode: use compact mode or plain DDP")
+            raise ValueError("The reduced all-reduce does not take experts in dense mode: use compact mode, or DDP")
         self.optimizer, self.refresh = optimizer, refresh
         optimizer.verify_settings()
 
