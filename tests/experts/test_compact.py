@@ -401,4 +401,4 @@ def test_history(mode: str) -> None:
         optimizer = GrassAdamW(grass.param_groups(model, rank=3), update_interval=2)
     history = grass.diagnostics.SelectionHistory(optimizer)
     train(model, optimizer, 5)
-    assert (history.layers() == ["up", "down"]) == (mode == "compact")
+    assert (history.layers() == ["grass_rows.up", "grass_rows.down"]) == (mode == "compact")
