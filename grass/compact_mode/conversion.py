@@ -111,7 +111,8 @@ def compact(
     watch_optimizers()
     if calibration is not None:
         calibrate(model, calibration)
-    report_coverage(model, "converted", _converted_names(model))
+    every = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, CompactLayer))
+    report_coverage(model, "converted", [_weight_name(name, layer) for name, layer in every])
     return [*ranks, *experts_ranks]
 
 
@@ -121,7 +122,7 @@ def expand(model: nn.Module) -> list[str]:
     names = []
     for name, layer in list(model.named_modules()):
         if isinstance(layer, CompactLayer):
-            names.append(layer.label if isinstance(layer, ExpertRows) else name)
+            names.append(_weight_name(name, layer))
             LAYERS.discard(layer)
             layer.unconvert()
             if isinstance(layer, ExpertRows):
@@ -198,9 +199,9 @@ def _check_arguments(rank: Any, explore: Any, dim: Any, dtype: Any, weights: Any
         raise ValueError(f"Invalid {weights=}: must be 'int8', or None for the weights as they are")
 
 
-def _converted_names(model: nn.Module) -> list[str]:
-    every = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, CompactLayer))
-    return [layer.label if isinstance(layer, ExpertRows) else name for name, layer in every]
+def _weight_name(name: str, layer: CompactLayer) -> str:
+    """What a converted layer is called: its own name, or that of the experts' weight that it stands beside."""
+    return layer.label if isinstance(layer, ExpertRows) else name
 
 
 def _size(layer: Any, dim: int) -> int:

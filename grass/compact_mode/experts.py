@@ -70,7 +70,7 @@ class ExpertRows(CompactLayer):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix of all experts beside each other."""
+        """The shape of the matrix of all experts beside each other."""
         size, width = self.weight.shape[1:] if self.by_rows else self.weight.shape[:0:-1]
         return (self.experts * size, width) if self.dim == 0 else (width, self.experts * size)
 
@@ -194,7 +194,7 @@ class _ExpertFunction(torch.autograd.Function):
 
 
 def _pick(x: Tensor, indices: Tensor, ends: Tensor) -> Tensor:
-    """Of each token the columns of its expert: ``(t, k), (E, r) -> (t, r)``."""
+    """Pick from each token the columns that its expert has chosen: ``(t, k), (E, r) -> (t, r)``."""
     return x.gather(1, indices[experts_of_tokens(ends, x.shape[0])])
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grass.compact_mode.checkpoint import SavedRows
 from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.int8 import Int8Weight
-from grass.compact_mode.sync import SyncedRows
 from grass.compact_mode.weight_codes import decode_weight, encode_weight
 from grass.coverage import EXPERT_ROWS
 
@@ -41,9 +41,7 @@ class Int8ExpertRows(Int8Weight, ExpertRows):
         return self.as_stored(self.plain_matrix())
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self.sync()
-        SyncedRows._save_to_state_dict(self, destination, prefix, keep_vars)
-        del destination[f"{prefix}active"]
+        SavedRows._save_to_state_dict(self, destination, prefix, keep_vars)  # the module has no weight to save
         destination[f"{prefix}weight_codes"] = destination.pop(f"{prefix}weight")
 
     @torch.no_grad()

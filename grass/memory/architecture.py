@@ -32,7 +32,7 @@ class Linear:
 
     @property
     def elements(self) -> int:
-        """Of all experts."""
+        """The number of elements of all experts."""
         return self.experts * self.m * self.n
 
     def size(self, dim: int) -> int:

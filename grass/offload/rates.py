@@ -23,7 +23,7 @@ HOST_ROWS = 4096
 DEVICE_ROWS = 32768
 """Rows of the updates: 64 MiB of weights, gradients and moments on the CPU, 512 MiB on the device, more than caches."""
 GPU_SIDE, CPU_SIDE = 8192, 1024
-"""Of the matrices of a product."""
+"""The side of the square matrices of a product."""
 LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20
 """Bytes of one copy."""
 

@@ -62,7 +62,7 @@ class Racer:
         self.copied = 0
 
     def loss(self, ids: Tensor) -> Tensor:
-        """Of one micro-batch."""
+        """The share of one micro-batch in the loss of a step."""
         return self.model(input_ids=ids, labels=ids).loss / max(1, self.batches)
 
     def step(self, ids: Tensor) -> None:
