@@ -38,8 +38,6 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
             shrink_(rows.stepped(), step.numbers(rows.state).shrink, step.value_key(rows.index, rows.state))
     step_rows(step, every)
     for rows in every:
-        if rows.copied_from is not None:
-            _copy_back(rows.copied_from, rows.stepped())
         if rows.finish is not None:
             rows.finish()
 
@@ -83,8 +81,8 @@ def _rows(step: GroupStep, member: Member) -> list[DenseRows]:
         return [_rows_of_expert(member, expert, experts, explored) for expert in seen]
     weight, whole_grad = local(as_matrix(p.detach())), local(as_matrix(grad))
     selection = state["indices"], state.get("row_scale"), state["dim"]
-    copied = local(p.detach()) if p.ndim > 2 else None
-    return [DenseRows(weight, *selection, whole_grad, state, position, explored, copied)]
+    finish = partial(_copy_back, local(p.detach()), weight) if p.ndim > 2 else None
+    return [DenseRows(weight, *selection, whole_grad, state, position, explored, finish)]
 
 
 def _rows_of_expert(member: Member, expert: int, experts: int, explored: DenseExplored | None) -> DenseRows:
@@ -99,7 +97,7 @@ def _rows_of_expert(member: Member, expert: int, experts: int, explored: DenseEx
         explored = DenseExplored(grad[expert], explored.reach, indices)
     place = place_of(position, expert)
     finish = partial(put_moments, state, own, expert, experts, dim)
-    return DenseRows(weight, own["indices"] - first, None, dim, grad[expert], own, place, explored, finish=finish)
+    return DenseRows(weight, own["indices"] - first, None, dim, grad[expert], own, place, explored, finish)
 
 
 def _explored(step: GroupStep, member: Member, experts: int) -> DenseExplored | None:

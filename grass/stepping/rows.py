@@ -129,7 +129,6 @@ class DenseRows:
     state: State
     index: int
     explored: DenseExplored | None
-    copied_from: Tensor | None = None  # what `weight` may be a copy of
     finish: Callable[[], None] | None = None  # to call after the step
 
     def stepped(self) -> Tensor:
