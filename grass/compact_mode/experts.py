@@ -228,29 +228,35 @@ def expert_linear(module: nn.Module, name: str, x: Tensor, ends: Tensor | None =
         raise ValueError(
             f"Invalid {name=}: {type(module).__name__} names {', '.join(named) or 'no'} weights of experts"
         )
-    rows, weight = ExpertRows.of(module, name), module._parameters[name]
-    experts = weight.shape[0] if rows is None else rows.experts  # type: ignore[union-attr]
+    rows = ExpertRows.of(module, name)
+    experts = module._parameters[name].shape[0] if rows is None else rows.experts  # type: ignore[union-attr]
     if (x.ndim == 3) != (ends is None) or x.ndim not in (2, 3):
         raise ValueError(f"x must be (t, n) with ends, or (E, t, n) without: got shape {tuple(x.shape)}")
     if ends is None:
         if x.shape[0] != experts:
             raise ValueError(f"x of shape {tuple(x.shape)} is not of {experts} experts")
         ends = torch.arange(1, x.shape[0] + 1, device=x.device) * x.shape[1]
-        y = expert_linear(module, name, x.flatten(0, 1), ends)
+        y = expert_product(module, name, x.flatten(0, 1), ends)
         return y.view(*x.shape[:2], y.shape[1])
     if ends.shape != (experts,):
         raise ValueError(f"ends of shape {tuple(ends.shape)} is not of {experts} experts")
     if ends.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_ends(ends, x.shape[0])
+    return expert_product(module, name, x, ends)
+
+
+def expert_product(module: nn.Module, name: str, x: Tensor, ends: Tensor) -> Tensor:
+    """:func:`expert_linear` of tokens ``(t, n)`` that are known to fit."""
+    rows = ExpertRows.of(module, name)
     if rows is not None:
         product: Tensor = rows(x, ends)
         return product
-    assert weight is not None
-    x = x.to(weight.dtype)
-    matrices = weight if named[name] else weight.transpose(1, 2)
+    weight: Any = module._parameters[name]
+    x, stored_transposed = x.to(weight.dtype), expert_weights(module)[name]
+    matrices = weight if stored_transposed else weight.transpose(1, 2)
     limits = [0, *ends.tolist()]
     every = [x[a:b] @ matrix for matrix, (a, b) in zip(matrices, pairwise(limits), strict=True)]
-    behind = x.new_zeros(x.shape[0] - limits[-1], weight.shape[2 if named[name] else 1], dtype=every[0].dtype)
+    behind = x.new_zeros(x.shape[0] - limits[-1], matrices.shape[2], dtype=every[0].dtype)
     return torch.cat([*every, behind])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grass.compact_mode.experts import expert_linear
+from grass.compact_mode.experts import expert_product
 
 IMPLEMENTATION = "grass"
 
@@ -69,6 +69,6 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 def _linear(module: Any, name: str, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
     """``W_e x + b_e`` for tokens sorted by expert."""
-    y = expert_linear(module, name, x, ends)
+    y = expert_product(module, name, x, ends)
     bias = getattr(module, f"{name}_bias", None) if module.has_bias else None
     return y if bias is None else y + bias[experts].to(y.dtype)
