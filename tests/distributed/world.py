@@ -24,7 +24,14 @@ import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "grass.distributed", "transformers", __name__]
+    [
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint.state_dict",
+        "grass.distributed",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.llama.modeling_llama",
+        __name__,
+    ]
 )
 HANG = "no answer in time"
 LIMIT = 1800.0
