@@ -29,7 +29,10 @@ from grass.stepping import step_device
 def completed(state_dict: dict[str, Any], optimizer: Optimizer, layers: Layers, ranks: Ranks) -> dict[str, Any]:
     """The state dict with sharded state as ``DTensor``, and active rows' values that the weights cannot hold."""
     for position, (p, group) in enumerate(_with_groups(optimizer)):
-        state = state_dict["state"].get(position, {})
+        state, layer = state_dict["state"].get(position, {}), layers.get(id(p))
+        if "indices" in state and layer is not None and layer.strata > 1:
+            state_dict["state"][position] = layer.saved_state(state)
+            continue
         if "indices" in state and is_sharded(p):
             state = state_dict["state"][position] = assembled(state, p, _matrix_shape(p, layers))
         elif "bank_steps" in state and ranks.group is not None and shares_bank(group):
@@ -107,6 +110,9 @@ class Loading:
         """A copy of the part of a saved state that this process holds. At full rank it has been cut already."""
         if "indices" not in saved:
             return {key: value.clone() for key, value in saved.items()}
+        layer = self.layers.get(id(p))
+        if layer is not None and layer.strata > 1:
+            saved = layer.held_state(saved)
         state: State = {key: local(value) if isinstance(value, Tensor) else value for key, value in saved.items()}
         state["step"] = int(state["step"])
         if "bank_steps" in state and not is_sharded(p):

@@ -83,7 +83,7 @@ class StepChecks:
                 name = group.get("param_names", {i: f"parameter {i} of group {number}"})[i]
                 settings[f"the shape of {name}"] = tuple(p.shape)
                 settings[f"the age of {name}"] = [int(states.get(p, {}).get(key, 0)) for key in ("step", "refreshes")]
-                if id(p) in layers:
+                if id(p) in layers and layers[id(p)].strata == 1:
                     settings[f"the rows of {name}"] = checksum(layers[id(p)].chosen)
         ranks.verify_settings(settings)
         self._ranks_agree = True

@@ -30,6 +30,8 @@ class ActiveRows(nn.Module):
     label: str = ""
     selections: int = 0
     experts = 1  # matrices that the weight consists of (grass.compact_mode.experts)
+    strata = 1  # parts of the weight that ranks select rows of by themselves (grass.distributed.parallel_2d)
+    stratum = 0  # this rank's part
     stores_transposed = False
 
     @property
@@ -86,6 +88,18 @@ class ActiveRows(nn.Module):
     def active_projector(self) -> Projector:
         """The projector onto the selected and the explored rows."""
         return Projector(self.chosen, None, self.dim)
+
+    def place(self, position: int) -> int:
+        """What stands for a parameter's place in random keys, so that strata draw different rows."""
+        return position + (self.stratum << 24)
+
+    def as_parameter(self, rows: Tensor) -> nn.Parameter:
+        """Values of active rows as the parameter that trains."""
+        return nn.Parameter(rows)
+
+    def of_stratum(self, tensor: Tensor) -> Tensor:
+        """This rank's stratum of the parameter or its gradient; with one stratum, the tensor itself."""
+        return tensor
 
     def set_matrix(self, matrix: Tensor) -> None:
         """Make ``matrix (m, n)`` the weight's storage and keep its memory layout."""

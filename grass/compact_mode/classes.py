@@ -8,8 +8,14 @@ from grass.compact_mode.int8 import Int8Linear
 from grass.compact_mode.layer import CompactLayer, CompactLinear
 
 
+COUNTERPARTS: dict[type[nn.Module], type[CompactLayer]] = {}
+"""Classes of linear layers that other parts of the package add, with their converted counterparts."""
+
+
 def compact_class(module: nn.Module, weights: str | None = None) -> type[CompactLayer] | None:
     """The converted counterpart of a module's class; ``None`` if there is none."""
+    if type(module) in COUNTERPARTS:
+        return COUNTERPARTS[type(module)]
     if type(module) is nn.Linear:
         return Int8Linear if weights == "int8" else CompactLinear
     if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":

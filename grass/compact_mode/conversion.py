@@ -17,7 +17,7 @@ from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.left_alone import left_alone
 from grass.compact_mode.registry import LAYERS, watch_optimizers
-from grass.options import check_value, resolve_rank
+from grass.options import check_value, of_stratum, resolve_rank
 from grass.selection.exploration import gradient_scale, reach, resolve_explore
 from grass.targets import Targets, matched_modules, report_coverage
 
@@ -208,13 +208,13 @@ def _size(layer: Any, dim: int) -> int:
     """Rows or columns of a layer."""
     cls: Any = type(layer) if isinstance(layer, CompactLayer) else compact_class(layer)
     size: int = layer.weight.shape[dim ^ cls.stores_transposed]
-    return size
+    return size // getattr(layer, "strata", 1)
 
 
 def _checked_ranks(
     name: str, layer: Any, size: int, rank: int | float, explore: int | float | None, dim: int, weights: str | None
 ) -> tuple[int, int]:
-    """Numbers of rows that a layer selects and explores, of each expert, after checks.
+    """Numbers of rows that a layer selects and explores, of each expert and in each stratum, after checks.
 
     Args:
         name: of the layer.
@@ -225,6 +225,10 @@ def _checked_ranks(
         dim: likewise.
         weights: likewise.
     """
+    if (strata := getattr(layer, "strata", 1)) > 1:
+        if dim != 1 or weights is not None:
+            raise ValueError(f"Invalid {dim=} or {weights=}: layers on a grid of ranks take dim=1 and weights=None")
+        rank, explore = of_stratum("rank", rank, strata), of_stratum("explore", explore, strata)
     resolved = resolve_rank(rank, size)
     if resolved > size:
         raise ValueError(f"Invalid {rank=}: must be a fraction in (0, 1] or an integer up to {size} ({name}, {dim=})")
@@ -260,7 +264,8 @@ def _convert(
 ) -> None:
     """Choose the first rows of a layer and make them a parameter."""
     matrix = layer.matrix().transpose(0, dim).contiguous().transpose(0, dim)
-    layer.label, layer.rank, layer.dim, layer.first_draw = name, rank, dim, first_draw
+    seed, position = first_draw
+    layer.label, layer.rank, layer.dim, layer.first_draw = name, rank, dim, (seed, layer.place(position))
     sizes = matrix.shape[dim], rank, explored
     layer.reach, layer.gradient_scale = (reach(*sizes), gradient_scale(*sizes)) if explored else (0.0, 1.0)
     layer.sketch, layer.signs = None, None
@@ -269,7 +274,7 @@ def _convert(
     )
     layer.chosen.copy_(layer.draw_first())
     rows = layer.active_projector().gather(matrix)
-    layer.active = nn.Parameter(rows.to(dtype or (torch.float32 if layer.weights else matrix.dtype)))
+    layer.active = layer.as_parameter(rows.to(dtype or (torch.float32 if layer.weights else matrix.dtype)))
     layer.store(matrix)
     layer.mark_synced()
     LAYERS.add(layer)

@@ -48,7 +48,8 @@ class Trained(NamedTuple):
 
 def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
     """Start the state of a layer with the rows that its conversion selected. Returns the state."""
-    check_sharding(layer)
+    if layer.strata == 1:
+        check_sharding(layer)
     state.update(step=0, refresh_step=0, refreshes=1, indices=layer.selected.clone(), dim=layer.dim)
     state["explored"] = layer.explored.numel()
     carry(None, layer.projector())
@@ -68,12 +69,13 @@ def check_sharding(layer: CompactLayer) -> None:
 
 def check_rows(layer: CompactLayer, state: State) -> None:
     """Raise ``ValueError`` if a state was saved with other numbers of rows than the layer has."""
-    if (len(state["indices"]), state["dim"]) != (layer.rank, layer.dim):
+    rank = layer.rank * layer.strata
+    if (len(state["indices"]), state["dim"]) != (rank, layer.dim):
         raise ValueError(
             f"State of active rows with rank={len(state['indices'])}, dim={state['dim']} for a layer "
-            f"with rank={layer.rank}, dim={layer.dim}"
+            f"with rank={rank}, dim={layer.dim}"
         )
-    count = layer.explored.numel()
+    count = layer.explored.numel() * layer.strata
     if (saved := state.get("explored", count)) != count:
         raise ValueError(f"State of active rows with explore={saved} for a layer with explore={count}")
 
@@ -90,7 +92,7 @@ def reserve_rows(state: State, layer: CompactLayer) -> None:
 
 def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Options, index: int) -> None:
     """Return a layer to the rows of a loaded state; ``values`` as in :meth:`CompactLayer.restore`."""
-    key = options.seed, index, state["step"]
+    key = options.seed, layer.place(index), state["step"]
     layer.restore(state["indices"], _drawn(layer, state, key) if _draws_again(layer, state) else None, values)
     reserve_rows(state, layer)
     arm(layer, state, options)
@@ -106,7 +108,7 @@ def advance(every: list[Trained], options: Options, ranks: Ranks, carry_of: Call
         carry_of: returns how the state of a layer follows its selection.
 
     Returns:
-        The selected rows of each layer that chose rows.
+        The selected rows of each layer that chose rows, which all ranks have chosen alike.
     """
     begun = [item.layer.begin_write() for item in every]
     due = [item for item in every if refresh_due(item.state, options)]
@@ -118,7 +120,7 @@ def advance(every: list[Trained], options: Options, ranks: Ranks, carry_of: Call
         layer.mark_synced()
         layer.end_write(write, decays_all=options.decay == "all" and options.weight_decay != 0)
         arm(layer, state, options)
-    return [item.state["indices"] for item in due]
+    return [item.state["indices"] for item in due if item.layer.strata == 1]
 
 
 def arm(layer: CompactLayer, state: State, options: Options) -> None:
@@ -137,7 +139,7 @@ def gathered_norms(layers: list[CompactLayer], ranks: Ranks) -> list[Tensor]:
     If a sketch overflowed, its norms are all zero: its largest rows would otherwise count as the smallest.
     """
     sketches = [layer.end_sketch() for layer in layers]
-    ranks.mean_(sketches)
+    ranks.mean_([sketch for sketch, layer in zip(sketches, layers, strict=True) if layer.strata == 1])
     return [torch.linalg.vector_norm(s if s.isfinite().all() else torch.zeros_like(s), dim=1) for s in sketches]
 
 

@@ -37,6 +37,7 @@ from grass.compact_mode.function import CompactLinearFunction
 from grass.compact_mode.registry import LAYERS
 from grass.parallel.shards import is_sharded, local
 from grass.state.precision import shrink_
+from grass.state.schema import State
 
 
 class CompactLayer(SavedRows):
@@ -69,6 +70,14 @@ class CompactLayer(SavedRows):
         """Copied and unpickled layers register themselves, so that a copied optimizer finds them."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         LAYERS.add(self)
+
+    def saved_state(self, state: State) -> State:
+        """The optimizer's state of a layer with strata, as that of the whole weight."""
+        raise NotImplementedError
+
+    def held_state(self, state: State) -> State:
+        """This rank's part of what :meth:`saved_state` has returned."""
+        raise NotImplementedError
 
     def scale(self) -> Tensor | None:
         """A factor for each of the weight's rows (``dim=1``: columns); ``None`` if the weight holds plain values."""

@@ -21,7 +21,7 @@ Active = tuple[Member, CompactLayer]
 
 def step_active(step: GroupStep, every: list[Active]) -> None:
     """Update active rows, write them back, and select new ones if that is due."""
-    begun = _begin(step, every)
+    begun = _begin(step, [(_of_stratum(member, layer), layer) for member, layer in every])
     count([member.state for member, layer in begun if layer.experts == 1])
     every_rows = [rows for member, layer in begun for rows in _of_experts(_rows(member, layer), layer.experts)]
     if step.options.decay == "all":
@@ -34,6 +34,12 @@ def step_active(step: GroupStep, every: list[Active]) -> None:
         if layer.scale() is not None:
             layer.write_back(step.key(member.position, member.state))
     _advance(step, [Trained(layer, member.state, member.position) for member, layer in begun])
+
+
+def _of_stratum(member: Member, layer: CompactLayer) -> Member:
+    """The part of a parameter that this rank selects rows of; all of it but for layers with strata."""
+    p, grad, state, position = member
+    return Member(layer.of_stratum(p), layer.of_stratum(grad), state, layer.place(position))
 
 
 def _begin(step: GroupStep, every: list[Active]) -> list[Active]:

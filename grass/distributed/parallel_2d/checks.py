@@ -57,14 +57,16 @@ def check_mesh(mesh: Any, panels: int, chunk_tokens: int) -> None:
     """Raise ``TypeError`` or ``ValueError`` for a mesh or numbers that :func:`parallelize_2d` does not take."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    if mesh.ndim not in (2, 3) or (mesh.ndim == 3 and not mesh.mesh_dim_names):
+    if mesh.ndim not in (2, 3) or not mesh.mesh_dim_names:
         raise ValueError(
-            f"Invalid mesh of shape {tuple(mesh.shape)}: must have two dimensions, rows and columns, or three named "
-            "ones, replicas before them"
+            f"Invalid mesh of shape {tuple(mesh.shape)}: must have two named dimensions, rows and columns, or three, "
+            "replicas before them"
         )
     rows, columns = mesh.shape[-2:]
-    if rows % columns:
-        raise ValueError(f"Invalid mesh of {rows} x {columns}: the number of rows must be a multiple of that of columns")
+    if rows < 2 or rows % columns:
+        raise ValueError(
+            f"Invalid mesh of {rows} x {columns}: must have two rows or more, a multiple of the number of columns"
+        )
     for name, value in (("panels", panels), ("chunk_tokens", chunk_tokens)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"Invalid {name}={value!r}: must be a positive integer")

@@ -35,6 +35,11 @@ class Linear2D(nn.Linear):
 
     _grid: Grid
 
+    @property
+    def strata(self) -> int:
+        """Into how many block columns the ranks divide the weight."""
+        return self._grid.rows
+
     def forward(self, x: Tensor) -> Tensor:
         """``(..., n/b) -> (..., m/b)``."""
         weight = self.weight.to_local(grad_placements=WEIGHT)  # type: ignore[operator]

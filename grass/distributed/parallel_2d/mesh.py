@@ -34,6 +34,7 @@ class Grid:
 
     Attributes:
         mesh: of two dimensions, rows and columns.
+        row_mesh: the mesh of this rank's row.
         replicas: the mesh of the grids that train replicas of the model, or ``None``.
         rows: ``a``.
         columns: ``b``.
@@ -44,9 +45,10 @@ class Grid:
     """
 
     def __init__(self, mesh: DeviceMesh, panels: int = 1, cache_panels: bool = False) -> None:
-        names = mesh.mesh_dim_names
-        self.replicas = mesh[names[0]] if mesh.ndim == 3 and names else None
-        self.mesh = mesh[names[-2:]] if mesh.ndim == 3 and names else mesh
+        names = mesh.mesh_dim_names or ()
+        self.replicas = mesh[names[0]] if mesh.ndim == 3 else None
+        self.mesh = mesh[names[-2:]] if mesh.ndim == 3 else mesh
+        self.row_mesh = mesh[names[-1]]
         self.rows, self.columns = self.mesh.shape
         self.row, self.column = self.mesh.get_local_rank(0), self.mesh.get_local_rank(1)
         self.panels, self.cache_panels = panels, cache_panels

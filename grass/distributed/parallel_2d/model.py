@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from grass.compact_mode.classes import COUNTERPARTS
 from grass.distributed.parallel_2d.checks import check_mesh, check_model, head_size, norm_kind
+from grass.distributed.parallel_2d.compact_linear import CompactLinear2D
 from grass.distributed.parallel_2d.layers import Embedding2D, LayerNorm2D, Linear2D, RMSNorm2D
 from grass.distributed.parallel_2d.loss import IGNORED, cross_entropy
 from grass.distributed.parallel_2d.mesh import FEATURES, TABLE, WEIGHT, WHOLE, Grid, arrived
 from grass.parallel.ranks import Ranks
+
+COUNTERPARTS[Linear2D] = CompactLinear2D
 
 OF_BATCH = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
 """Arguments of a model's forward whose first dimension is the batch."""

@@ -1,0 +1,205 @@
+r"""A linear layer on a grid whose active columns are the parameter.
+
+The columns of ``W (m, n)`` lie in ``a`` *strata*, one for each row of the grid: stratum ``i`` has the input features
+``n_i``. Of each stratum ``r / a`` columns are selected and ``q / a`` explored, by the rules and draws of any converted
+layer: to the optimizer, a rank's layer is the block column ``W[:, n_i]``, sharded over its row of the grid. Then only
+active columns travel for the gradient::
+
+    dW[:, sigma] = dY^T X[:, sigma]      X[:, sigma] gathered along the row, summed over the column
+
+Per layer and step, in elements that a rank of a ``q x q`` grid receives, with ``X = T n / q^2``, ``W = m n / q^2`` and
+``rho`` the share of active columns::
+
+    forward     (q - 1) (X + W)
+    backward    (q - 1) (W + X)                      gathered weight, summed input gradient
+                (q - 1) rho (X + W)                  gathered active inputs, summed gradient of active columns
+                (q - 1) rho n / q                    their indices, int64, once a step
+
+so ``(2 + rho) / 3`` of what whole gradients take. With cached panels ``W`` falls to ``(q - 1) rho W``, once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Shard
+
+from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.sync import Written
+from grass.distributed.parallel_2d.layers import Linear2D, autocast_to
+from grass.distributed.parallel_2d.mesh import WEIGHT, Grid, arrived
+from grass.distributed.parallel_2d.stratum_state import held_state, saved_state
+from grass.distributed.parallel_2d.summa import (
+    input_gradient,
+    product,
+    summed_product,
+    weight_gradient,
+    weight_panel,
+)
+from grass.kernels.layout import select_columns
+from grass.parallel.shards import local
+from grass.state.schema import State
+
+Weights = Callable[[int], Tensor]
+"""Returns a panel of the column's weights (:func:`grass.distributed.parallel_2d.summa.weight_panel`)."""
+
+
+class CompactLinear2D(CompactLayer, Linear2D):
+    """A converted :class:`Linear2D`; ``chosen``, ``rank`` and ``shape`` are those of this rank's stratum."""
+
+    plain_class: type[nn.Module] = Linear2D
+    _every_chosen: tuple[int, Tensor] | None = None  # the version of `chosen` that was gathered, and the column's
+    _cache: tuple[int, Tensor] | None = None  # steps that were sent, and the column's weights (a, m/b, n/a)
+    _version = 0  # of the weight after the last step
+
+    strata = Linear2D.strata  # type: ignore[assignment]
+
+    @property
+    def stratum(self) -> int:  # type: ignore[override]
+        """Which of them is this rank's."""
+        return self._grid.row
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(m, n / a)``: of the stratum."""
+        m, n = self.weight.shape
+        return m, n // self._grid.rows
+
+    def set_matrix(self, matrix: Tensor) -> None:
+        """Make this rank's ``(m/b, n/a)`` the weight's storage."""
+        self.weight.data = self._grid.own(matrix, WEIGHT)
+        self.written = Written() if self._grid.cache_panels else None
+
+    def as_parameter(self, rows: Tensor) -> nn.Parameter:
+        """This rank's active columns ``(m/b, (r + q)/a)`` as a parameter ``(m, r + q)``."""
+        return nn.Parameter(self._grid.own(rows, WEIGHT))
+
+    def of_stratum(self, tensor: Tensor) -> Tensor:
+        """The stratum's columns of the parameter or its gradient: ``(m, (r + q)/a)``, sharded over the row."""
+        sharded: Tensor = DTensor.from_local(local(tensor), self._grid.row_mesh, [Shard(0)], run_check=False)
+        return sharded
+
+    def saved_state(self, state: State) -> State:
+        """:func:`grass.distributed.parallel_2d.stratum_state.saved_state`."""
+        active = self.selected_part(self.rows()) if "active" in state else None
+        return saved_state(state, active, self._grid, self.shape)
+
+    def held_state(self, state: State) -> State:
+        """:func:`grass.distributed.parallel_2d.stratum_state.held_state`."""
+        return held_state(state, self._grid, self.shape)
+
+    def begin_sketch(self, signs: Tensor | None) -> None:
+        """As :meth:`CompactLayer.begin_sketch`; this rank has the signs of its output features."""
+        outputs = self.rows().shape[0]
+        self.signs = None if signs is None else signs.narrow(0, self._grid.column * outputs, outputs)
+        width = outputs if signs is None else signs.shape[1]
+        options: dict[str, Any] = {"dtype": torch.float32, "device": self.rows().device, "requires_grad": True}
+        self.sketch = torch.zeros(self.shape[1], width, **options)
+
+    def end_sketch(self) -> Tensor:
+        """As :meth:`CompactLayer.end_sketch`; of a whole gradient, its norms over the row's output features."""
+        exact = self.sketch is not None and self.signs is None
+        sketch = super().end_sketch()
+        if not exact:
+            return sketch
+        return arrived(self._grid.sum_row(sketch.square().sum(dim=1, keepdim=True))).sqrt()
+
+    def mark_synced(self) -> None:
+        """Also notes the weight's version, by which cached panels see that it was changed by hand."""
+        super().mark_synced()
+        self._version = local(self.weight)._version
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., n/b) -> (..., m/b)``."""
+        weight, dtype = local(self.weight.detach()), self.weight.dtype
+        x, weight = autocast_to(x, weight)
+        weights, flat = self._weights(weight, cached=weight.dtype == dtype), x.flatten(0, -2)
+        if not torch.is_grad_enabled():
+            y = product(self._grid, flat, weights)
+        else:
+            active = self.active.to_local(grad_placements=WEIGHT)  # type: ignore[operator]
+            y = _CompactLinear.apply(flat, weight, active, self.sketch, self, weights, self._chosen_of_input())  # type: ignore[no-untyped-call]
+        return self.with_bias(y.view(*x.shape[:-1], -1))
+
+    def _chosen_of_input(self) -> Tensor:
+        """int64 ``(k (r + q)/a,)``: the active columns of the strata in this rank's block of the inputs."""
+        grid, version = self._grid, self.chosen._version
+        if self._every_chosen is None or self._every_chosen[0] != version:
+            self._every_chosen = version, arrived(grid.gather_column(self.chosen))
+        k, width = grid.rows // grid.columns, self.shape[1]
+        first = torch.arange(0, k * width, width, device=self.chosen.device).unsqueeze(1)
+        return (self._every_chosen[1].narrow(0, grid.column * k, k) + first).flatten()
+
+    def _weights(self, weight: Tensor, *, cached: bool) -> Weights:
+        """How to gather the column's weights; they are there already if panels are cached."""
+        grid = self._grid
+        if not (grid.cache_panels and cached):
+            return lambda p: weight_panel(grid, weight, p)
+        every, width = self._cached(weight), weight.shape[1] // grid.panels
+        return lambda p: every.narrow(2, p * width, width)
+
+    def _cached(self, weight: Tensor) -> Tensor:
+        """The column's weights, with the columns that the last step has written."""
+        written, grid = self.written or Written(), self._grid
+        sent, every = self._cache or (-1, weight)
+        if sent < 0 or weight._version != self._version or (written.number > sent and written.rows is None):
+            every = torch.cat([arrived(weight_panel(grid, weight, p)) for p in range(grid.panels)], dim=2)
+        elif written.number == sent + 1 and written.rows is not None:
+            rows = arrived(grid.gather_column(written.rows))
+            values = arrived(grid.gather_column(select_columns(weight, written.rows).t()))
+            for block, (own, columns) in enumerate(zip(rows, values, strict=True)):
+                every[block].index_copy_(1, own, columns.t())
+        elif written.number > sent + 1:
+            every = torch.cat([arrived(weight_panel(grid, weight, p)) for p in range(grid.panels)], dim=2)
+        self._cache, self._version = (written.number, every), weight._version
+        return every
+
+
+class _CompactLinear(torch.autograd.Function):
+    """``x W^T`` with the gradients of input, active columns and sketch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        active: Tensor,
+        sketch: Tensor | None,
+        layer: CompactLinear2D,
+        weights: Weights,
+        chosen: Tensor,
+    ) -> Tensor:
+        """Multiply; save the active columns of this rank's inputs."""
+        ctx.layer, ctx.weights, ctx.grid = layer, weights, layer._grid
+        ctx.signs, ctx.sketching, ctx.active_dtype = layer.signs, sketch is not None, active.dtype
+        ctx.rank, ctx.gradient_scale = layer.rank, layer.gradient_scale
+        ctx.save_for_backward(x if ctx.sketching else select_columns(x, chosen), chosen)
+        return product(layer._grid, x, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The active inputs are on their way while the input's gradient is computed."""
+        (x, chosen), grid, grad = ctx.saved_tensors, ctx.grid, grad.contiguous()
+        picked = select_columns(x, chosen) if ctx.sketching else x
+        k = grid.rows // grid.columns
+        gathered = grid.gather_row(picked.view(picked.shape[0], k, -1))
+        grad_x = arrived(input_gradient(grid, grad, ctx.weights)) if ctx.needs_input_grad[0] else None
+        columns = arrived(grid.sum_replicas(summed_product(grid, gathered, grad))).to(ctx.active_dtype)
+        if ctx.gradient_scale != 1.0:
+            columns[:, ctx.rank :].mul_(ctx.gradient_scale)
+        sketch = _sketch(grid, x, grad, ctx.signs) if ctx.sketching else None
+        return grad_x, None, columns, sketch, None, None, None
+
+
+def _sketch(grid: Grid, x: Tensor, grad: Tensor, signs: Tensor | None) -> Tensor:
+    """``G^T S`` of the stratum, ``(n/a, s)``; without signs, this rank's part ``(n/a, m/b)`` of the gradient."""
+    if signs is None:
+        return arrived(grid.sum_replicas(weight_gradient(grid, x, grad))).t().float()
+    mixed = arrived(grid.sum_row(grad.float() @ signs.float()))
+    every = arrived(grid.gather_row(x.float().t() @ mixed))
+    return arrived(grid.sum_replicas(grid.scatter_column(every.view(grid.rows, -1, mixed.shape[1]))))
