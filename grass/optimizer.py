@@ -222,6 +222,8 @@ class GrassAdamW(Optimizer):
             group["params"] = list(group["params"])
         found = layers_of(tensors_of(group["params"]))
         validate_group({**self.defaults, **group}, by_active_rows(found))
+        if self.offload is not None and any(layer.strata > 1 for layer in found):
+            raise ValueError("offload does not take layers on a grid of ranks, which divide their state among them")
         self._append(group)
         added = self.param_groups[-1]
         for layer in found:

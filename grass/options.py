@@ -242,19 +242,6 @@ def resolve_rank(rank: int | float, size: int) -> int:
     return max(1, round(float(rank) * size)) if isinstance(rank, (float, np.floating)) else int(rank)
 
 
-def of_stratum(name: str, value: int | float | None, strata: int) -> int | float | None:
-    """The part of ``rank`` or ``explore`` that one of several strata of a weight has: a fraction stays.
-
-    Raises:
-        ValueError: a count that the strata cannot share.
-    """
-    if value is None or isinstance(value, (float, np.floating)):
-        return value
-    if value % strata:
-        raise ValueError(f"Invalid {name}={value}: must be a multiple of the {strata} strata of ranks, or a fraction")
-    return value // strata
-
-
 def explored_count(group: Mapping[str, Any], rank: int, size: int) -> int:
     """:meth:`Options.explored` of a parameter group: all rows that are not selected unless told otherwise.
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
-from grass.options import explored_count, is_projected, of_stratum, resolve_dim, resolve_rank, validate
+from grass.compact_mode.strata import share
+from grass.options import explored_count, is_projected, resolve_dim, resolve_rank, validate
 from grass.selection.exploration import resolve_explore
 
 
@@ -96,7 +97,7 @@ def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:
     selected, count = (rows // layer.experts for rows in layer.counts())
     if group["replacement"]:
         raise ValueError("Compact mode takes replacement=False: active rows are neither scaled nor repeated")
-    rank, explore = (of_stratum(name, group[name], layer.strata) for name in ("rank", "explore"))
+    rank, explore = (share(name, group[name], layer.strata) for name in ("rank", "explore"))
     if rank is not None and resolve_rank(rank, size) != selected:
         raise ValueError(
             f"Invalid {rank=}: must be None or {selected}, which grass.compact() gave the layers already; "

@@ -108,6 +108,8 @@ class Attachment:
                 f"{type(optimizer).__name__} holds no active rows of the model: call grass.compact() before building it"
             )
         _check_layers(optimizer, list(self.layers.values()))
+        if any(layer.strata > 1 for layer in self.layers.values()):
+            raise ValueError("attach() does not take layers on a grid of ranks: train them with GrassAdamW")
         self.states: dict[str, State] = {}
         for name, layer in self.layers.items():
             self.states[name] = adopt(layer, {}, lambda old, new: None)

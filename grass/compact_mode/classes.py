@@ -7,7 +7,6 @@ from torch import nn
 from grass.compact_mode.int8 import Int8Linear
 from grass.compact_mode.layer import CompactLayer, CompactLinear
 
-
 COUNTERPARTS: dict[type[nn.Module], type[CompactLayer]] = {}
 """Classes of linear layers that other parts of the package add, with their converted counterparts."""
 

@@ -17,7 +17,8 @@ from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.left_alone import left_alone
 from grass.compact_mode.registry import LAYERS, watch_optimizers
-from grass.options import check_value, of_stratum, resolve_rank
+from grass.compact_mode.strata import of_stratum
+from grass.options import check_value, resolve_rank
 from grass.selection.exploration import gradient_scale, reach, resolve_explore
 from grass.targets import Targets, matched_modules, report_coverage
 
@@ -207,8 +208,7 @@ def _weight_name(name: str, layer: CompactLayer) -> str:
 def _size(layer: Any, dim: int) -> int:
     """Rows or columns of a layer."""
     cls: Any = type(layer) if isinstance(layer, CompactLayer) else compact_class(layer)
-    size: int = layer.weight.shape[dim ^ cls.stores_transposed]
-    return size // getattr(layer, "strata", 1)
+    return int(layer.weight.shape[dim ^ cls.stores_transposed]) // getattr(layer, "strata", 1)
 
 
 def _checked_ranks(
@@ -220,15 +220,9 @@ def _checked_ranks(
         name: of the layer.
         layer: plain or converted.
         size: rows to select from.
-        rank: as given to :func:`compact`, like the others.
-        explore: likewise.
-        dim: likewise.
-        weights: likewise.
+        rank: as given to :func:`compact`, as are ``explore``, ``dim`` and ``weights``.
     """
-    if (strata := getattr(layer, "strata", 1)) > 1:
-        if dim != 1 or weights is not None:
-            raise ValueError(f"Invalid {dim=} or {weights=}: layers on a grid of ranks take dim=1 and weights=None")
-        rank, explore = of_stratum("rank", rank, strata), of_stratum("explore", explore, strata)
+    rank, explore = of_stratum(layer, rank, explore, dim, weights)
     resolved = resolve_rank(rank, size)
     if resolved > size:
         raise ValueError(f"Invalid {rank=}: must be a fraction in (0, 1] or an integer up to {size} ({name}, {dim=})")

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from grass.distributed.parallel_2d.mesh import Grid
 
-
 ARCHITECTURES = ("llama", "mistral", "olmo2", "qwen2", "qwen3", "starcoder2")
 """``model_type`` of the decoders whose logits the tests compare. Others may split fused projections or norm whole
 vectors in code of their own, which parts of features would silently pass through."""
@@ -34,7 +33,8 @@ class Norm(NamedTuple):
 
 def head_size(config: Any) -> int:
     """Features of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
 
 
 def norm_kind(module: Any) -> Norm | None:
@@ -45,8 +45,8 @@ def norm_kind(module: Any) -> Norm | None:
     if type(module) is nn.LayerNorm:
         return Norm(len(weight), module.eps, True, None)
     if type(module) is nn.RMSNorm:
-        eps = torch.finfo(weight.dtype).eps if module.eps is None else module.eps
-        return Norm(len(weight), eps, False, None)
+        own = torch.finfo(weight.dtype).eps if module.eps is None else module.eps
+        return Norm(len(weight), own, False, None)
     eps = getattr(module, "variance_epsilon", None)
     if eps is None or not _computes_rms(module, weight, eps):
         return None
@@ -103,7 +103,9 @@ def _check_layer(name: str, module: Any) -> None:
     if not module._parameters or all(p is None for p in module._parameters.values()):
         return
     if type(module) not in (nn.Linear, nn.Embedding) and norm_kind(module) is None:
-        raise TypeError(f"{name} is a {type(module).__name__}: a grid has linear layers, embeddings, LayerNorm, RMSNorm")
+        raise TypeError(
+            f"{name} is a {type(module).__name__}: a grid has linear layers, embeddings, LayerNorm, RMSNorm"
+        )
     if type(module) is nn.Embedding and module.max_norm is not None:
         raise TypeError(f"{name} has max_norm: not for a grid")
 

@@ -15,7 +15,8 @@ Per layer and step, in elements that a rank of a ``q x q`` grid receives, with `
                 (q - 1) rho (X + W)                  gathered active inputs, summed gradient of active columns
                 (q - 1) rho n / q                    their indices, int64, once a step
 
-so ``(2 + rho) / 3`` of what whole gradients take. With cached panels ``W`` falls to ``(q - 1) rho W``, once a step.
+so ``(2 + rho) / 3`` of what whole gradients take. With cached panels the weight itself does not travel any more: its
+active columns do, ``(q - 1) rho W`` once a step, with their indices.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.sync import Written
-from grass.distributed.parallel_2d.layers import Linear2D, autocast_to
+from grass.distributed.parallel_2d.layers import Linear2D, autocast_to, local_part
 from grass.distributed.parallel_2d.mesh import WEIGHT, Grid, arrived
 from grass.distributed.parallel_2d.stratum_state import held_state, saved_state
 from grass.distributed.parallel_2d.summa import (
@@ -56,7 +57,7 @@ class CompactLinear2D(CompactLayer, Linear2D):
     _cache: tuple[int, Tensor] | None = None  # steps that were sent, and the column's weights (a, m/b, n/a)
     _version = 0  # of the weight after the last step
 
-    strata = Linear2D.strata  # type: ignore[assignment]
+    strata = Linear2D.strata
 
     @property
     def stratum(self) -> int:  # type: ignore[override]
@@ -121,7 +122,7 @@ class CompactLinear2D(CompactLayer, Linear2D):
         if not torch.is_grad_enabled():
             y = product(self._grid, flat, weights)
         else:
-            active = self.active.to_local(grad_placements=WEIGHT)  # type: ignore[operator]
+            active = local_part(self.active, WEIGHT)
             y = _CompactLinear.apply(flat, weight, active, self.sketch, self, weights, self._chosen_of_input())  # type: ignore[no-untyped-call]
         return self.with_bias(y.view(*x.shape[:-1], -1))
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import Placement
 from torch.nn import functional as F
 
 from grass.distributed.parallel_2d.mesh import (
@@ -42,16 +43,14 @@ class Linear2D(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., n/b) -> (..., m/b)``."""
-        weight = self.weight.to_local(grad_placements=WEIGHT)  # type: ignore[operator]
+        weight = local_part(self.weight, WEIGHT)
         x, weight = autocast_to(x, weight)
         y: Tensor = _Linear.apply(x.flatten(0, -2), weight, self._grid)  # type: ignore[no-untyped-call]
         return self.with_bias(y.view(*x.shape[:-1], -1))
 
     def with_bias(self, y: Tensor) -> Tensor:
         """``y + b``."""
-        if self.bias is None:
-            return y
-        return y + vector(self, "bias").to(y.dtype)
+        return y if self._parameters["bias"] is None else y + vector(self, "bias").to(y.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -84,7 +83,7 @@ class Embedding2D(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """``(b/a, s) -> (b/a, s, h/b)``."""
-        table = self.weight.to_local(grad_placements=TABLE)  # type: ignore[operator]
+        table = local_part(self.weight, TABLE)
         rows: Tensor = _Embedding.apply(ids, table, self._grid, self.padding_idx)  # type: ignore[no-untyped-call]
         return rows
 
@@ -155,9 +154,15 @@ class LayerNorm2D(nn.Module):
         return y if self.bias is None else y + vector(self, "bias")
 
 
+def local_part(p: Any, placements: tuple[Placement, ...]) -> Tensor:
+    """This rank's part of a parameter; its gradient is placed as the parameter is."""
+    part: Tensor = p.to_local(grad_placements=placements)
+    return part
+
+
 def vector(module: nn.Module, name: str, of_heads: bool = False) -> Tensor:
     """This rank's part of a vector of features, with its gradient summed over all tokens that read it."""
-    own = getattr(module, name).to_local(grad_placements=WHOLE if of_heads else FEATURES)
+    own = local_part(getattr(module, name), WHOLE if of_heads else FEATURES)
     part: Tensor = SummedGradient.apply(own, module._grid, of_heads)  # type: ignore[no-untyped-call]
     return part
 
@@ -168,3 +173,15 @@ def autocast_to(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.get_autocast_dtype(x.device.type)
         return x.to(dtype), weight.to(dtype)
     return x, weight
+
+
+def become(module: Any, cls: type[nn.Module], grid: Grid, **named: Any) -> None:
+    """Change a module's class, its parameters and its attributes; placements are those of parameters."""
+    for name, value in named.items():
+        p = module._parameters.get(name)
+        if p is not None:
+            module._parameters[name] = nn.Parameter(grid.shard(p.detach(), value), p.requires_grad)
+        elif not isinstance(value, tuple):
+            setattr(module, name, value)
+    module._grid = grid
+    module.__class__ = cls

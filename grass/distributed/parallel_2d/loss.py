@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from grass.distributed.parallel_2d.mesh import Grid, TotalSum, arrived
+from grass.distributed.parallel_2d.layers import Linear2D, autocast_to, local_part, vector
+from grass.distributed.parallel_2d.mesh import WEIGHT, GatheredInput, GatheredWeight, Grid, TotalSum, arrived
 
 IGNORED = -100
 """The target of tokens that do not count, as in ``F.cross_entropy``."""
@@ -18,7 +21,7 @@ def cross_entropy(
     grid: Grid,
     hidden: Tensor,
     targets: Tensor,
-    head: Callable[[Tensor], Tensor],
+    head: nn.Module,
     *,
     chunk_tokens: int,
     count: Tensor | int | None = None,
@@ -31,18 +34,34 @@ def cross_entropy(
         grid: the ranks.
         hidden: ``(t, h/b)``.
         targets: int64 ``(t,)``, token ids or :data:`IGNORED`.
-        head: ``(t, h/b) -> (t, V/b)``.
+        head: ``(t, h/b) -> (t, V/b)``. Its weights travel once, not once for each chunk.
         chunk_tokens: tokens of a rank per chunk.
         count: what to divide by; ``None`` for the number of tokens that count.
     """
 
-    def summed_loss(hidden: Tensor, targets: Tensor) -> Tensor:
-        return _losses(grid, head(hidden), targets).sum()
+    logits_of = _gathered(head, grid, hidden) if type(head) is Linear2D else head
 
-    chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+    def summed_loss(hidden: Tensor, targets: Tensor) -> Tensor:
+        return _losses(grid, logits_of(hidden), targets).sum()
+
+    chunks = zip(torch.split(hidden, chunk_tokens), torch.split(targets, chunk_tokens), strict=True)
     losses = [checkpoint(summed_loss, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in chunks]
     total: Tensor = TotalSum.apply(torch.stack(losses).sum(), grid.sum_tokens)  # type: ignore[no-untyped-call]
     return total / (arrived(grid.sum_tokens((targets != IGNORED).sum())) if count is None else count)
+
+
+def _gathered(head: Any, grid: Grid, hidden: Tensor) -> Callable[[Tensor], Tensor]:
+    """The head with its column's weights, ``V/b`` outputs of all ``h`` features."""
+    _, weight = autocast_to(hidden, local_part(head.weight, WEIGHT))
+    gathered: Tensor = GatheredWeight.apply(weight, grid)  # type: ignore[no-untyped-call]
+    bias = None if head.bias is None else vector(head, "bias")
+
+    def logits_of(hidden: Tensor) -> Tensor:
+        x, weight = autocast_to(hidden, gathered)
+        whole: Tensor = GatheredInput.apply(x, grid)  # type: ignore[no-untyped-call]
+        return F.linear(whole, weight, bias)
+
+    return logits_of
 
 
 def _losses(grid: Grid, logits: Tensor, targets: Tensor) -> Tensor:

@@ -75,11 +75,13 @@ class Grid:
 
     def sum_row(self, x: Tensor) -> Tensor:
         """The sum over the row, which has all features of the same tokens."""
-        return collectives.all_reduce(x, "sum", self._along_row)
+        summed: Tensor = collectives.all_reduce(x, "sum", self._along_row)
+        return summed
 
     def max_row(self, x: Tensor) -> Tensor:
         """The largest of the row."""
-        return collectives.all_reduce(x, "max", self._along_row)
+        largest: Tensor = collectives.all_reduce(x, "max", self._along_row)
+        return largest
 
     def sum_tokens(self, x: Tensor) -> Tensor:
         """The sum over the column and over the replicas, which have the same features of all tokens."""
@@ -151,6 +153,38 @@ class RowSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Sum."""
         return arrived(ctx.grid.sum_row(grad.contiguous())), None
+
+
+class GatheredInput(torch.autograd.Function):
+    """All features of a rank's tokens: ``(t, n/b) -> (t, n)``; the gradient is summed over the row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:
+        """Gather."""
+        ctx.grid = grid
+        return arrived(grid.gather_row(x)).transpose(0, 1).flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Sum and scatter."""
+        every = grad.view(grad.shape[0], ctx.grid.columns, -1).transpose(0, 1).contiguous()
+        return arrived(ctx.grid.scatter_row(every)), None
+
+
+class GatheredWeight(torch.autograd.Function):
+    """All input features of a rank's outputs: ``(m/b, n/a) -> (m/b, n)``; the gradient is summed over all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, grid: Grid) -> Tensor:
+        """Gather."""
+        ctx.grid = grid
+        return arrived(grid.gather_column(weight)).transpose(0, 1).flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Sum and scatter."""
+        every = grad.view(grad.shape[0], ctx.grid.rows, -1).transpose(0, 1).contiguous()
+        return arrived(ctx.grid.sum_replicas(ctx.grid.scatter_column(every))), None
 
 
 class TotalSum(torch.autograd.Function):

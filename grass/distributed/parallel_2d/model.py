@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from grass.compact_mode.classes import COUNTERPARTS
 from grass.distributed.parallel_2d.checks import check_mesh, check_model, head_size, norm_kind
 from grass.distributed.parallel_2d.compact_linear import CompactLinear2D
-from grass.distributed.parallel_2d.layers import Embedding2D, LayerNorm2D, Linear2D, RMSNorm2D
+from grass.distributed.parallel_2d.layers import Embedding2D, LayerNorm2D, Linear2D, RMSNorm2D, become
 from grass.distributed.parallel_2d.loss import IGNORED, cross_entropy
 from grass.distributed.parallel_2d.mesh import FEATURES, TABLE, WEIGHT, WHOLE, Grid, arrived
 from grass.parallel.ranks import Ranks
@@ -73,29 +73,17 @@ def parallelize_2d(
 def _spread(module: nn.Module, grid: Grid, model: Any) -> None:
     """Make a layer compute with its part of its parameters."""
     if type(module) is nn.Linear:
-        _become(module, Linear2D, grid, weight=WEIGHT, bias=FEATURES)
+        become(module, Linear2D, grid, weight=WEIGHT, bias=FEATURES)
     elif type(module) is nn.Embedding:
-        _become(module, Embedding2D, grid, weight=TABLE)
+        become(module, Embedding2D, grid, weight=TABLE)
     elif (kind := norm_kind(module)) is not None:
         of_heads = kind.size == head_size(model.config)
         placements = WHOLE if of_heads else FEATURES
         if kind.centers:
-            _become(module, LayerNorm2D, grid, weight=placements, bias=placements, eps=kind.eps)
+            become(module, LayerNorm2D, grid, weight=placements, bias=placements, eps=kind.eps)
         else:
             numbers = {"eps": kind.eps, "squares_dtype": kind.squares_dtype, "of_heads": of_heads}
-            _become(module, RMSNorm2D, grid, weight=placements, **numbers)
-
-
-def _become(module: Any, cls: type[nn.Module], grid: Grid, **named: Any) -> None:
-    """Change a module's class, its parameters and its attributes; placements are those of parameters."""
-    for name, value in named.items():
-        p = module._parameters.get(name)
-        if p is not None:
-            module._parameters[name] = nn.Parameter(grid.shard(p.detach(), value), p.requires_grad)
-        elif not isinstance(value, tuple):
-            setattr(module, name, value)
-    module._grid = grid
-    module.__class__ = cls
+            become(module, RMSNorm2D, grid, weight=placements, **numbers)
 
 
 def _forward(model: Any, grid: Grid, chunk_tokens: int) -> Any:

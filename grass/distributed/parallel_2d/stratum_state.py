@@ -70,7 +70,9 @@ def _fitted(state: State, grid: Grid, shape: tuple[int, int]) -> State:
     A stratum with too many columns keeps the first ones; one with too few takes others, whose moments are zero.
     """
     if "bank_steps" in state:
-        raise ValueError("A bank is not for another number of strata: load it on as many rows of ranks as it was saved on")
+        raise ValueError(
+            "A bank is not for another number of strata: load it on as many rows of ranks as it was saved on"
+        )
     count = len(state["indices"])
     indices = arrived(grid.gather_column(state["indices"] + grid.row * shape[1])).flatten() - grid.row * shape[1]
     mine = ((indices >= 0) & (indices < shape[1])).nonzero().flatten()[:count]

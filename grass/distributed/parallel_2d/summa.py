@@ -9,7 +9,7 @@ gathers one operand along a row or a column, or sums the result over it::
     dW = dY^T X    X gathered along the row     summed over the column
 
 Let ``a`` be a multiple of ``b``, ``k = a / b``: then the ``n/b`` features of an input block are those of ``k`` weight
-blocks. Blocks travel in ``panels`` pieces of their ``n/a`` features. The next one is on its way while one is multiplied.
+blocks. Blocks travel in ``panels`` pieces of their ``n/a`` features; the next one is on its way while one is used.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def input_gradient(grid: Grid, grad: Tensor, weights: Callable[[int], Tensor]) -
 
 def weight_gradient(grid: Grid, x: Tensor, grad: Tensor) -> Tensor:
     """``dY^T X``: ``(t, n/b), (t, m/b) -> (m/b, n/a)``."""
-    parts = [
-        summed_product(grid, xs, grad) for xs in ahead(lambda p: input_panel(grid, x, p), grid.panels)
-    ]
+    parts = [summed_product(grid, xs, grad) for xs in ahead(lambda p: input_panel(grid, x, p), grid.panels)]
     return torch.cat(parts, dim=1)
 
 

@@ -16,7 +16,10 @@ from tests.distributed.training import assert_close
 from tests.distributed.world import run_world
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-"""In float64 only the order of sums differs. Four parts of a sum differ more than two: nine times this."""
+"""In float64 only the order of sums differs."""
+
+LOOSER = {"rtol": 1e-10, "atol": 1e-10}
+"""Four strata select one column each, so that a quotient of two columns' norms carries the difference on."""
 
 STEPS = 7
 ROWS = {"rank": 0.25, "explore": 0.25}
@@ -112,7 +115,7 @@ def test_equals_one_process_with_the_same_strata(shape: tuple[int, ...], grid: d
         expected = one_process(shape[0], options)
         for every in ranks:
             assert every[number].keys() == expected.keys()
-            assert_close(every[number], expected, **{key: (shape[0] - 1) ** 2 * value for key, value in EXACT.items()})
+            assert_close(every[number], expected, **(EXACT if shape[0] == 2 else LOOSER))
 
 
 def test_the_strata_of_the_reference_train() -> None:

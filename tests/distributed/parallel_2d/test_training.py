@@ -127,10 +127,12 @@ def loaded(rank: int, folder: str, shape: tuple[int, ...], options: dict[str, An
     return weights, columns, whole(model.state_dict())
 
 
-@pytest.mark.parametrize("options", [{}, {"state_policy": "bank", "selection": "multinomial_norm"}], ids=["keep", "bank"])
+@pytest.mark.parametrize(
+    "options", [{}, {"state_policy": "bank", "selection": "multinomial_norm"}], ids=["keep", "bank"]
+)
 def test_resumes_exactly_and_loads_on_other_ranks(options: dict[str, Any], tmp_path: Path) -> None:
     ranks = run_world(saved, 4, str(tmp_path), options)
-    for weights, same, kinds in ranks:
+    for _, same, kinds in ranks:
         assert same
         assert kinds == ["DTensor"]
     weights = ranks[0][0]
