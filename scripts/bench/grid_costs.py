@@ -126,10 +126,10 @@ class Received(TorchDispatchMode):
         self.elements[name] = self.elements.get(name, 0.0) + count
 
 
-def chain(sizes: Sizes) -> nn.Sequential:
+def chain(sizes: Sizes, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """Pairs of layers without biases."""
     layers = [
-        nn.Linear(*features, bias=False, dtype=torch.float64)
+        nn.Linear(*features, bias=False, dtype=dtype)
         for _ in range(sizes.pairs)
         for features in ((sizes.hidden, sizes.wide), (sizes.wide, sizes.hidden))
     ]
@@ -142,12 +142,12 @@ def spread(model: nn.Sequential, grid: Grid) -> None:
         become(layer, Linear2D, grid, weight=WEIGHT)
 
 
-def built(scheme: str, ranks: int, sizes: Sizes) -> tuple[nn.Module, Tensor]:
+def built(scheme: str, ranks: int, sizes: Sizes, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
     """The model under a scheme, and this rank's input."""
-    model = chain(sizes)
+    model = chain(sizes, dtype)
     if scheme == "1D":
         plan = {str(i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range(len(model))}
-        return parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan), _input(sizes, 1, 1)
+        return parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan), _input(sizes, dtype)
     if scheme.startswith("FSDP2"):
         placement = None
         if "Grass" in scheme:
@@ -155,17 +155,17 @@ def built(scheme: str, ranks: int, sizes: Sizes) -> tuple[nn.Module, Tensor]:
             placement = grass.distributed.shard_placement_fn(model)
         for layer in model:
             fully_shard(layer, shard_placement_fn=placement)
-        return fully_shard(model), _input(sizes, ranks, 1)
+        return fully_shard(model), _input(sizes, dtype, ranks)
     q = isqrt(ranks)
     mesh = init_device_mesh("cpu", (q, q), mesh_dim_names=("rows", "columns"))
     spread(model, Grid(mesh, cache_panels="cached" in scheme))
     if "Grass" in scheme:
         grass.compact(model, rank=SHARE / 2)
-    return model, _input(sizes, q, q)
+    return model, _input(sizes, dtype, q, q)
 
 
-def _input(sizes: Sizes, tokens_by: int, features_by: int) -> Tensor:
-    return torch.randn(sizes.tokens // tokens_by, sizes.hidden // features_by, dtype=torch.float64, requires_grad=True)
+def _input(sizes: Sizes, dtype: torch.dtype, tokens_by: int = 1, features_by: int = 1) -> Tensor:
+    return torch.randn(sizes.tokens // tokens_by, sizes.hidden // features_by, dtype=dtype, requires_grad=True)
 
 
 def counted(rank: int, ranks: int, sizes: Sizes, store: str, path: str) -> None:
