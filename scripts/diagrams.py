@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.ticker import LogLocator
+
+sys.path.append(str(Path(__file__).parent / "bench"))
+import grid_costs as costs
 
 from grass.command_line import ArgumentParser
 from grass.memory import Setting
@@ -28,13 +34,19 @@ FLOPS, TOKENS = 300e12, 16_384
 """Plausible rates of a server with one GPU, and a batch; the simulated timeline is of these."""
 
 
+BLOCK = costs.Sizes(tokens=65_536, hidden=5120, wide=13_824)
+"""Two layers of a 13B LLaMA's feed-forward block, and the tokens of a batch on all devices."""
+RANKS = (4, 9, 16, 36, 64, 144, 256)
+COUNTED = Path(__file__).parents[1] / "benchmarks" / "grid_costs.csv"
+
+
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs" / "images")
     out = parser.parse_args().out
     mpl.rcParams.update({"svg.hashsalt": "grass", "font.size": 9, "svg.fonttype": "none"})
     out.mkdir(parents=True, exist_ok=True)
-    for diagram in (what_exists, life_of_a_selection, offload_timeline):
+    for diagram in (what_exists, life_of_a_selection, offload_timeline, grid_costs):
         diagram().savefig(out / f"{diagram.__name__}.svg", metadata={"Date": None})
 
 
@@ -112,6 +124,31 @@ def offload_timeline() -> Figure:
     axes.set_title("Simulated, not measured: one step of LLaMA 1B in compact mode", fontsize=10, color=INK)
     axes.set_xlabel("seconds after optimizer.step()")
     axes.set_yticklabels(["gradients down", "values up", "update on the host", "next forward"])
+    return figure
+
+
+def grid_costs() -> Figure:
+    """Draw what a rank receives in a step and holds, by the number of ranks; counted values are dots."""
+    figure = Figure(figsize=(8, 3.8), layout="constrained")
+    received, held = figure.subplots(1, 2)
+    colors = dict(zip(costs.SCHEMES, mpl.colormaps["tab10"].colors, strict=False))
+    for scheme, color in colors.items():
+        style = {"color": color, "linestyle": "--" if "Grass" in scheme else "-", "label": scheme}
+        received.plot(RANKS, [2 * costs.received(scheme, p, BLOCK) / 1e9 for p in RANKS], **style)
+        held.plot(RANKS, [2 * sum(costs.held(scheme, p, BLOCK).values()) / 1e9 for p in RANKS], **style)
+    for row in pd.read_csv(COUNTED).to_dict("records"):
+        sizes = costs.Sizes(*(int(row[name]) for name in costs.Sizes._fields))
+        share = row["counted"] / costs.received(row["scheme"], row["ranks"], sizes)
+        value = share * 2 * costs.received(row["scheme"], row["ranks"], BLOCK) / 1e9
+        received.plot(row["ranks"], value, "o", color=colors[row["scheme"]], markersize=4)
+    for axes, title in ((received, "received by a rank in a step, GB"), (held, "held by a rank, GB")):
+        axes.set(xscale="log", yscale="log", xlabel="ranks", title=title)
+        axes.set_xticks(RANKS, [str(p) for p in RANKS])
+        axes.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+    figure.legend(*received.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 

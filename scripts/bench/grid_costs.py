@@ -35,7 +35,7 @@ from grass.command_line import ArgumentParser
 from grass.distributed.parallel_2d.layers import Linear2D, become
 from grass.distributed.parallel_2d.mesh import WEIGHT, Grid
 
-SCHEMES = ("1D", "FSDP2", "FSDP2, Grass", "2D", "2D, Grass", "2D, Grass, cached panels")
+SCHEMES = ("1D", "FSDP2", "FSDP2, Grass", "FSDP2 x 1D", "2D", "2D, Grass", "2D, Grass, cached panels")
 SHARE = 1 / 4
 """The share of active columns, selected and explored."""
 
@@ -56,7 +56,8 @@ def received(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> flo
 
         1D       4 (p - 1) / p t h for a pair       two all-reduces of its activations
         FSDP2    3 (p - 1) / p m n                  two gathers of the weight, one sum of its gradient
-        2D       3 (q - 1) / q^2 (t n + m n)        the same of inputs and weights, over rows and columns
+        both     4 (q - 1) / q^2 t h for a pair, and 3 (q - 1) / q^2 m n for each weight
+        2D       3 (q - 1) / q^2 (t n + m n)        two gathers and a sum of inputs and weights, over rows and columns
 
     With Grass FSDP2 has ``(2 + 3 rho)`` for 3, because active columns are gathered too. 2D has ``(2 + rho)``, and with
     cached panels ``2 rho`` for weights. The indices of active columns add ``(q - 1) rho n / q``, twice with cached
@@ -66,6 +67,8 @@ def received(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> flo
     rho, q = share if "Grass" in scheme else 1.0, isqrt(ranks)
     if scheme == "1D":
         return pairs * 4 * (ranks - 1) / ranks * t * h
+    if scheme == "FSDP2 x 1D":
+        return pairs * (q - 1) / q**2 * (4 * t * h + 6 * h * f)
     total = 0.0
     for m, n in ((f, h), (h, f)):
         if scheme.startswith("FSDP2"):
@@ -77,14 +80,15 @@ def received(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> flo
 
 
 def held(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> dict[str, float]:
-    """Elements that a rank holds; gathered are the blocks of one layer, or all cached panels."""
+    """Elements that a rank holds; gathered are two of ``q`` panels of a layer, or all cached ones."""
     t, h, f, pairs = sizes
     rho, q = share if "Grass" in scheme else 1.0, isqrt(ranks)
     weights, inputs = 2 * pairs * h * f, pairs * t * (h + f)
-    gathered = {"1D": 0.0, "FSDP2": h * f, "2D": (t * max(h, f) + h * f) / q}[scheme.split(",")[0]]
-    if "cached" in scheme:
-        gathered = t * max(h, f) / q + weights / q
-    saved = pairs * t * (h + f / ranks) if scheme == "1D" else rho * inputs / ranks
+    blocks = {"1D": 0.0, "FSDP2": h * f, "FSDP2 x 1D": h * f / q, "2D": 2 * (t * max(h, f) + h * f) / q**2}
+    gathered = 2 * t * max(h, f) / q**2 + weights / q if "cached" in scheme else blocks[scheme.split(",")[0]]
+    saved = {"1D": pairs * t * (h + f / ranks), "FSDP2 x 1D": pairs * t * (h + f / q) / q}.get(
+        scheme, rho * inputs / ranks
+    )
     return {
         "weights": weights / ranks,
         "gradients_and_moments": 3 * rho * weights / ranks,
@@ -145,9 +149,16 @@ def spread(model: nn.Sequential, grid: Grid) -> None:
 def built(scheme: str, ranks: int, sizes: Sizes, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
     """The model under a scheme, and this rank's input."""
     model = chain(sizes, dtype)
+    q = isqrt(ranks)
+    plan = {str(i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range(len(model))}
     if scheme == "1D":
-        plan = {str(i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range(len(model))}
         return parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan), _input(sizes, dtype)
+    mesh = init_device_mesh("cpu", (q, q), mesh_dim_names=("rows", "columns"))
+    if scheme == "FSDP2 x 1D":
+        parallelize_module(model, mesh["columns"], plan)
+        for layer in model:
+            fully_shard(layer, mesh=mesh["rows"])
+        return fully_shard(model, mesh=mesh["rows"]), _input(sizes, dtype, q)
     if scheme.startswith("FSDP2"):
         placement = None
         if "Grass" in scheme:
@@ -156,8 +167,6 @@ def built(scheme: str, ranks: int, sizes: Sizes, dtype: torch.dtype = torch.floa
         for layer in model:
             fully_shard(layer, shard_placement_fn=placement)
         return fully_shard(model), _input(sizes, dtype, ranks)
-    q = isqrt(ranks)
-    mesh = init_device_mesh("cpu", (q, q), mesh_dim_names=("rows", "columns"))
     spread(model, Grid(mesh, cache_panels="cached" in scheme))
     if "Grass" in scheme:
         grass.compact(model, rank=SHARE / 2)

@@ -121,7 +121,6 @@ def work(args: argparse.Namespace) -> None:
             "ranks": RANKS,
             "share": SHARE,
             "link_mbit_s": rate * 8e-6,
-            "unlimited_s": seconds,
         }
         args.times.write_text(json.dumps({"rows": rows, "numbers": numbers}))
     dist.barrier()

@@ -18,6 +18,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "precision": precision.precision,
     "int8_quality": precision.int8_quality,
     "wire_bytes": distributed.wire_bytes,
+    "grid_link": distributed.grid_link,
     "slow_link": distributed.slow_link,
     "offload": offload.offload,
     "streaming": streaming.streaming,

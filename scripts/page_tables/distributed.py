@@ -26,6 +26,23 @@ def wire_bytes() -> str:
     )
 
 
+def grid_link() -> str:
+    """A step on a grid of ranks over a slowed link."""
+    header = ["2D", "step", "link alone", "MB sent", "times AdamW"]
+    return table(
+        header,
+        (
+            [
+                label(row["optimizer"]),
+                *(f"{float(row[name]):.2f} s" for name in ("seconds", "link_s")),
+                number(row["sent_mb"], ".1f"),
+                number(row["times_adamw"], ".2f"),
+            ]
+            for row in read("grid_link.csv")
+        ),
+    )
+
+
 def slow_link() -> str:
     """Throughput over a slowed link."""
     header = ["", "link", "tokens/s", "times AdamW", "step", "alone", "link alone", "hidden"]
