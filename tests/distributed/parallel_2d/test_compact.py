@@ -106,8 +106,11 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "grid"),
-    [((2, 2), {}), ((2, 2), {"panels": 2, "cache_panels": True}), ((4, 1), {})],
-    ids=["2x2", "cached", "4x1"],
+    [
+        pytest.param((2, 2), {}, id="2x2"),
+        pytest.param((2, 2), {"panels": 2, "cache_panels": True}, id="cached", marks=pytest.mark.slow),
+        pytest.param((4, 1), {}, id="4x1", marks=pytest.mark.slow),
+    ],
 )
 def test_equals_one_process_with_the_same_strata(shape: tuple[int, ...], grid: dict[str, Any]) -> None:
     ranks = run_world(trained, 4, shape, CASES, grid)

@@ -77,6 +77,7 @@ def parts(rank: int) -> dict[str, dict[str, Tensor]]:
     return trained
 
 
+@pytest.mark.slow
 def test_micro_batches_and_replicas() -> None:
     """A grid of 2 x 1 with two replicas selects as one of 2 x 2: both have two strata."""
     for trained in run_world(parts, 4):
@@ -185,6 +186,7 @@ def expanded(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
     return before, after, float(loss.detach())
 
 
+@pytest.mark.slow
 def test_expand() -> None:
     for before, after, loss in run_world(expanded, 4):
         assert_close(after, before, rtol=0.0, atol=0.0)
