@@ -128,8 +128,11 @@ def loaded(rank: int, folder: str, shape: tuple[int, ...], options: dict[str, An
     return weights, columns, whole(model.state_dict())
 
 
+BANK = {"state_policy": "bank", "selection": "multinomial_norm"}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"state_policy": "bank", "selection": "multinomial_norm"}], ids=["keep", "bank"]
+    "options", [pytest.param({}, id="keep"), pytest.param(BANK, id="bank", marks=pytest.mark.slow)]
 )
 def test_resumes_exactly_and_loads_on_other_ranks(options: dict[str, Any], tmp_path: Path) -> None:
     ranks = run_world(saved, 4, str(tmp_path), options)
