@@ -213,6 +213,11 @@ class SyncedRows(ActiveRows):
         return (id(active), active._version, active.data_ptr()), (id(weight), weight._version, weight.data_ptr())
 
 
+def copy_parameters_last(module: nn.Module) -> None:
+    """Let copies and pickles of a module read its parameters after its hooks and the modules in it, which may wait."""
+    vars(module)["_parameters"] = vars(module).pop("_parameters")
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether values are equal; those that are not a number equal each other."""
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
