@@ -103,6 +103,7 @@ class Int8Weight(CompactLayer):
 
     def unconvert(self) -> None:
         """Store plain values again."""
+        self.sync()
         self.set_matrix(self.plain_matrix())
         del self.weight_scale, self.plain_dtype
 

@@ -74,8 +74,8 @@ class SyncedRows(ActiveRows):
     _probes = PROBES
 
     def __getstate__(self) -> dict[str, Any]:
-        """The content of copies and pickles."""
-        self.finish_writing()
+        """The content of copies and pickles; in them weight and active rows agree."""
+        self.sync()
         return {key: value for key, value in vars(self).items() if key not in ("gated", "deferred")}
 
     def train(self, mode: bool = True) -> SyncedRows:
