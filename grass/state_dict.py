@@ -34,9 +34,9 @@ def completed(state_dict: dict[str, Any], optimizer: Optimizer, layers: Layers, 
             state_dict["state"][position] = layer.saved_state(state)
             continue
         if "indices" in state and is_sharded(p):
-            state = state_dict["state"][position] = assembled(state, p, _matrix_shape(p, layers))
+            state = state_dict["state"][position] = assembled(state, p, _matrix_shape(p, group, layers))
         elif "bank_steps" in state and ranks.group is not None and shares_bank(group):
-            state = state_dict["state"][position] = assembled_bank(state, _matrix_shape(p, layers), ranks.group)
+            state = state_dict["state"][position] = assembled_bank(state, _matrix_shape(p, group, layers), ranks.group)
         if "active" in state:
             values = layers[id(p)].selected_part(p.detach())
             state_dict["state"][position] = {**state, "active": values.clone()}
@@ -117,7 +117,7 @@ class Loading:
         state["step"] = int(state["step"])
         if "bank_steps" in state and not is_sharded(p):
             ranks = self.ranks if shares_bank(group) else Ranks(None)
-            share = Share.of(_matrix_shape(p, self.layers)[state["dim"]], ranks)
+            share = Share.of(_matrix_shape(p, group, self.layers)[state["dim"]], ranks)
             for key in HOST_KEYS:
                 state[key] = share.of_bank(state[key], 0 if key == "bank_steps" else state["dim"])
         return {
@@ -130,6 +130,8 @@ def _with_groups(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
     return [(p, group) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _matrix_shape(p: Tensor, layers: Layers) -> tuple[int, ...]:
-    """``(m, n)`` of the weight that a parameter is or, as active rows, is part of."""
-    return tuple(layers[id(p)].shape) if id(p) in layers else (p.shape[0], p.numel() // p.shape[0])
+def _matrix_shape(p: Tensor, group: dict[str, Any], layers: Layers) -> tuple[int, ...]:
+    """``(m, n)`` of the weight that a parameter is or, as active rows, is part of; of all experts side by side."""
+    if id(p) in layers:
+        return tuple(layers[id(p)].shape)
+    return tuple(Options.of(group).matrix_of(torch.empty(p.shape, device="meta")).shape)

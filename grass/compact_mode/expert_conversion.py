@@ -10,6 +10,7 @@ from torch import nn
 from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.int8_experts import Int8ExpertRows
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.sync import copy_parameters_last
 from grass.compact_mode.transformers_experts import restore, use_active_rows
 from grass.coverage import EXPERT_ROWS
 from grass.targets import Targets, expert_weights, matched_experts
@@ -44,6 +45,7 @@ def put_beside(model: nn.Module, rows: ExpertRows) -> None:
     module, weight = _split(model, rows.label)
     if EXPERT_ROWS not in module._modules:
         module.add_module(EXPERT_ROWS, nn.ModuleDict())
+        copy_parameters_last(module)
     module.get_submodule(EXPERT_ROWS).add_module(weight, rows)
     if rows.holds_weight:
         module._parameters[weight] = None

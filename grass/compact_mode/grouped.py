@@ -65,6 +65,6 @@ def _runs_grouped(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_aligned(tensor: Tensor) -> bool:
-    strides = [stride * tensor.element_size() for stride in tensor.stride() if stride != 1]
-    start = tensor.storage_offset() * tensor.element_size()
-    return all(distance % ALIGNMENT == 0 for distance in (start, *strides))
+    """Whether all strides but one of 1 are aligned. A matrix of one column has two of them."""
+    _, *strides = sorted(tensor.stride())
+    return all(n * tensor.element_size() % ALIGNMENT == 0 for n in (tensor.storage_offset(), *strides))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer, CompactLinear
+from grass.compact_mode.sync import counted
 from grass.compact_mode.weight_codes import decode_weight, encode_weight
 from grass.selection.projector import Projector
 
@@ -59,7 +60,7 @@ class Int8Weight(CompactLayer):
         rows = decode_weight(codes, scale, self.dim, torch.float32)
         return rows if out is None else out.copy_(rows)
 
-    @torch.no_grad()
+    @counted
     def write_back(self, key: int | None = None) -> None:
         """Quantise the active rows into the weight."""
         codes, scale = encode_weight(self.active.detach(), self.dim, key)
@@ -102,6 +103,7 @@ class Int8Weight(CompactLayer):
 
     def unconvert(self) -> None:
         """Store plain values again."""
+        self.sync()
         self.set_matrix(self.plain_matrix())
         del self.weight_scale, self.plain_dtype
 

@@ -89,7 +89,7 @@ class CompactLayer(SavedRows):
 
     def unconvert(self) -> None:
         """Write the values, active rows included, into a plain weight."""
-        self.arrive()
+        self.sync()
         self.write_back()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from grass.compact_mode.active_rows import ActiveRows
 from grass.parallel.shards import is_sharded
 from grass.selection.projector import Projector
 
+_P = ParamSpec("_P")
 logger = logging.getLogger("grass")
 
 PROBES = 8
@@ -29,6 +30,12 @@ ALWAYS = -1
 
 Stamp = tuple[int, int, int]
 """A tensor's identity, version and address: they differ after any change that PyTorch can see."""
+
+
+def counted(write: Callable[_P, None]) -> Callable[_P, None]:
+    """A write that the tensor's version counts, also in inference mode, and that autograd does not record."""
+    counting: Callable[_P, None] = torch.inference_mode(False)(torch.no_grad()(write))
+    return counting
 
 
 class Written(NamedTuple):
@@ -67,8 +74,8 @@ class SyncedRows(ActiveRows):
     _probes = PROBES
 
     def __getstate__(self) -> dict[str, Any]:
-        """The content of copies and pickles."""
-        self.finish_writing()
+        """The content of copies and pickles; in them weight and active rows agree."""
+        self.sync()
         return {key: value for key, value in vars(self).items() if key not in ("gated", "deferred")}
 
     def train(self, mode: bool = True) -> SyncedRows:
@@ -158,7 +165,7 @@ class SyncedRows(ActiveRows):
         rows = self.gather(self.active_projector())
         return _same(self.rows().to(rows.dtype), rows)
 
-    @torch.no_grad()
+    @counted
     def write_back(self, key: int | None = None) -> None:
         """Copy the active rows into the weight. ``key``: for the stochastic rounding of 8-bit weights."""
         self.active_projector().scatter_(self.matrix(), self.rows())
@@ -169,7 +176,7 @@ class SyncedRows(ActiveRows):
             return self.rows().to(self.weight.dtype)
         return Projector(indices, None, self.dim).gather(self.matrix())
 
-    @torch.no_grad()
+    @counted
     def reload(self) -> None:
         """Copy the weight's rows into the active rows."""
         self.gather(self.active_projector(), out=self.rows())
@@ -211,6 +218,11 @@ class SyncedRows(ActiveRows):
         if type(active) is not nn.Parameter or type(weight) is not nn.Parameter or active.is_meta:
             return None
         return (id(active), active._version, active.data_ptr()), (id(weight), weight._version, weight.data_ptr())
+
+
+def copy_parameters_last(module: nn.Module) -> None:
+    """Let copies and pickles of a module read its parameters after its hooks and the modules in it, which may wait."""
+    vars(module)["_parameters"] = vars(module).pop("_parameters")
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -32,6 +32,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.sync import copy_parameters_last
 from grass.parallel.shards import is_sharded
 
 Wait = Callable[[Iterable[Tensor]], None]
@@ -131,8 +132,9 @@ class Gate:
                     self._enter(part, _Hook(self, len(self._sets) - 1, in_graph=True))
 
     def _enter(self, part: nn.Module, hook: _Hook) -> None:
-        """Let a hook run when a module is called, before those of FSDP2."""
+        """Let a hook run when a module is called, before those of FSDP2, and when it is copied."""
         self._handles.append(part.register_forward_pre_hook(hook, prepend=True))
+        copy_parameters_last(part)
 
     def _held(self, module: nn.Module, with_rows: bool = False) -> Parameters:
         layers = [part for part in module.modules() if isinstance(part, CompactLayer)]
@@ -169,7 +171,7 @@ class _Hook:
             gate.pass_by(self._number, is_block=self._is_block)
 
     def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
-        """Modules copy their hooks before the modules inside them, so values arrive before they are copied."""
+        """Modules copy their hooks first (:func:`copy_parameters_last`), so values arrive before they are copied."""
         if (gate := self._gate()) is not None:
             gate.finish()
         return _Nothing, ()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grass.kernels.layout import is_dense
 from grass.offload.executor import Executor
 from grass.offload.home import host_like
 from grass.offload.link import Link
@@ -57,8 +58,8 @@ class Gradients:
             weakref.finalize(last, self._settle).atexit = False  # autograd drops it also where backward fails
             engine: Any = torch.autograd.Variable._execution_engine  # untyped in torch
             engine.queue_callback(last)
+        grad = _laid_out(grad.detach(), parameter)
         mark = self._link.mark()
-        grad = grad.detach()
 
         def work() -> None:
             own = host_like(grad)
@@ -99,6 +100,14 @@ class _Arrive(torch.autograd.Function):
             return grad.to(ctx.parameter.device), None, None
         ctx.gradients.send(ctx.parameter, grad)
         return None, None, None
+
+
+def _laid_out(grad: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient with the strides that autograd would give it: the parameter's, if that is dense."""
+    like = parameter if is_dense(parameter) else torch.empty(parameter.shape, device="meta")
+    if grad.stride() == like.stride():
+        return grad
+    return torch.empty_strided(grad.shape, like.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 def _is_for_autograd(ctx: Any) -> bool:

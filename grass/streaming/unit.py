@@ -107,10 +107,10 @@ class Visits:
         module: Any = self._unit.module
         if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("A streamed model computes on one device: use FSDP2's CPUOffloadPolicy instead of DDP")
-        if not torch.is_grad_enabled() or _in_backward():
+        if not torch.is_grad_enabled():
             return self._compute(own, args, kwargs)
         if getattr(module, "gradient_checkpointing", False) and module.training:  # transformers does the same
-            if self._boundaries is not None:
+            if self._boundaries is not None and not _in_backward():
                 raise ValueError("offload_activations=True needs gradient_checkpointing_disable(): it is done here")
             return self._compute(own, args, kwargs)
         if not getattr(module, "_can_checkpoint_with_cache", False):

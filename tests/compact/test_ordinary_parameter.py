@@ -178,6 +178,38 @@ def test_an_edited_weight_stays_edited(precision: dict) -> None:
     torch.testing.assert_close(model.up.active, edited[:, model.up.chosen].to(model.up.active.dtype))
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_copies_have_changed_rows(precision: dict) -> None:
+    model = network(**precision)
+    with torch.no_grad():
+        model.up.active.mul_(2.0)
+    twin, x = copy.deepcopy(model), BATCH[0].to(precision["dtype"])
+    assert torch.equal(twin(x), model(x))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_expand_keeps_an_edited_weight(precision: dict) -> None:
+    model = network(**precision)
+    with torch.no_grad():
+        model.up.weight.mul_(2.0)
+        model.down.active.mul_(2.0)
+    expected = {name: value.clone() for name, value in copy.deepcopy(model).state_dict().items()}
+    edited = model.up.weight.detach().clone()
+    grass.expand(model)
+    assert torch.equal(model.up.weight, edited)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_expand_keeps_edited_codes() -> None:
+    model = network(torch.float32)
+    grass.expand(model)
+    grass.compact(model, rank=3, weights="int8")
+    with torch.no_grad():
+        model.up.weight.zero_()
+    grass.expand(model)
+    assert not model.up.weight.any()
+
+
 def test_state_dict_holds_changed_rows() -> None:
     model = network()
     with torch.no_grad():

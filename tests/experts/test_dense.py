@@ -83,11 +83,13 @@ def test_an_expert_that_rests_in_a_refresh_keeps_its_rows() -> None:
     assert torch.equal(after[2], before[2])
 
 
-def test_resume_is_exact() -> None:
-    options = {"update_interval": 3, "explore": 2, "selection": "multinomial_norm"}
-    experts, together, *_ = pair(1, **options)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("policy", ["keep", "bank"])
+def test_resume_is_exact(policy: str, dim: int) -> None:
+    options = {"update_interval": 3, "explore": 2, "selection": "multinomial_norm", "state_policy": policy}
+    experts, together, *_ = pair(dim, **options)
     train(experts, together, 5)
-    model, optimizer, *_ = pair(1, **options)
+    model, optimizer, *_ = pair(dim, **options)
     model.load_state_dict(experts.state_dict())
     optimizer.load_state_dict(together.state_dict())
     assert train(model, optimizer, 6, 5) == train(experts, together, 6, 5)

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grass import GrassAdamW, Offload
 from grass.offload.gate import _Nothing
+from tests.experts.models import OUTER, Experts
+from tests.experts.models import train as train_experts
 from tests.offload.models import DENSE_MODES, EVERY_MODE, SLOW, evaluated, optimizer_for, step, steps
 from tests.offload.training import same
 
@@ -121,9 +123,13 @@ def test_a_worker_that_collects_garbage_does_not_wait_for_itself(tiny_llama: Bui
     assert dropped() is None
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
-)
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("mode", EVERY_MODE)
 def test_copies_have_the_stepped_values_and_wait_for_nothing(
     mode: str, copied: Callable[[Any], Any], tiny_llama: Build
@@ -140,6 +146,36 @@ def test_copies_have_the_stepped_values_and_wait_for_nothing(
         assert all(getattr(module, "arriving", None) is None for module in twin.modules())
         results.append((evaluated(twin), evaluated(model)))
     assert same(*results)
+
+
+class Scaled(nn.Module):
+    """A module with a parameter of its own, around one with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inside = nn.Parameter(torch.ones(OUTER, dtype=torch.float64)), Experts()
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        y: Tensor = self.inside(x, ends) * self.scale
+        return y
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("mode", ["full", "compact"])
+@pytest.mark.parametrize("part", ["", "inside"])
+def test_copies_of_parameters_that_lie_beside_other_modules(
+    part: str, mode: str, steps: int, copied: Callable[[Any], Any]
+) -> None:
+    """They are not copied before their step has ended; that the first forward comes after it makes no difference."""
+    twins = []
+    for offload in (None, SLOW):
+        torch.manual_seed(0)
+        model = Scaled()
+        optimizer = optimizer_for(model, mode, offload)
+        train_experts(model, optimizer, steps)
+        twins.append(copied(model.get_submodule(part)))
+    assert same(*(twin.state_dict() for twin in twins))
 
 
 def compile_whole(model: Any) -> Any:

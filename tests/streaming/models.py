@@ -61,10 +61,8 @@ def build(mode: str, *, streamed: bool, offload: Any = None, stream: Any = None,
         optimizer = GrassAdamW(groups, **common)
     else:
         model = model.to(torch.bfloat16) if half else model
-        explore = options.pop("explore", None)
-        grass.compact(
-            model, rank=4, explore=explore, dtype=torch.float32 if half else None, weights="int8" if int8 else None
-        )
+        chosen = {"rank": 4, "explore": options.pop("explore", None), "dim": options.pop("dim", 1)}
+        grass.compact(model, **chosen, dtype=torch.float32 if half else None, weights="int8" if int8 else None)
         optimizer = GrassAdamW(model, **common, **{"update_interval": 4, **options})
     if streamed:
         model.handle = grass.stream(model, device="cpu", **(stream or {}))  # type: ignore[assignment]

@@ -16,7 +16,9 @@ from grass.offload.tasks import Task
 from grass.streaming.host import HostUnit
 from grass.streaming.loader import Loader
 from grass.streaming.order import FORWARD
-from tests.streaming.models import Network
+from tests.compact.networks import compact_layers
+from tests.offload.training import same
+from tests.streaming.models import Network, build, train
 
 LIMIT = 600.0
 """Seconds after which a test hangs."""
@@ -67,3 +69,23 @@ def test_other_weights_for_an_evaluation() -> None:
     assert evaluated() != before.item()
     weight.data.copy_(own)
     assert model(ids).sum().item() == before.item()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", ["compact", "compact over int8"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_changed_by_hand_that_an_evaluation_sees_first(dim: int, mode: str, context: Any) -> None:
+    """Writing them into the weight is a change that a unit on the device notices, also without versions."""
+
+    def run(streamed: bool) -> Any:
+        model, optimizer = build(mode, streamed=streamed, stream={"cache": 1 << 30}, dim=dim)
+        seen = train(model, optimizer, 2)
+        with torch.no_grad():
+            for layer in compact_layers(model).values():
+                layer.active.mul_(0.5)
+        for _ in range(2):
+            with context():
+                seen.append(model(torch.arange(8).view(1, 8)).sum().item())
+        return seen + train(model, optimizer, 2, 2), model.state_dict()
+
+    assert same(run(True), run(False))

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import grass
 from tests.offload.training import same
+from tests.streaming import chains
+from tests.streaming.chains import WIDTH
 from tests.streaming.models import Network, build, train
 
 IDS = torch.arange(16).view(2, 8)
@@ -91,6 +93,28 @@ def test_an_optimizer_that_steps_in_backward() -> None:
         return losses, model.state_dict()
 
     assert same(run(True), run(False))
+
+
+class Unusual(nn.Module):
+    """Its gradients arrive transposed and expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.t() + self.shift.sum()
+
+
+def test_gradients_lie_in_memory_as_those_of_autograd() -> None:
+    """So a step takes the same kernels."""
+    resident, streamed, _ = chains.pair(lambda: chains.Chain([Unusual() for _ in range(3)]))
+    for _ in range(2):
+        for model in (resident, streamed):
+            model(torch.ones(WIDTH, WIDTH)).square().mean().backward()
+        assert_same_gradients(resident, streamed)
+        every = zip(resident.parameters(), streamed.parameters(), strict=True)
+        assert all(p.grad.stride() == q.grad.stride() for p, q in every)
 
 
 def some(model: Any) -> list[Tensor]:

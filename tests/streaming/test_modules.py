@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.offload.training import same
 from tests.streaming.chains import WIDTH, Chain, pair, train
@@ -46,6 +47,32 @@ def test_units_called_again_in_one_forward(times: int, offload_activations: bool
     assert train(streamed, 4, 2) == pytest.approx(train(resident, 4, 2), rel=1e-5)
     for ours, theirs in zip(streamed.parameters(), resident.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("offload_activations", [False, True])
+def test_checkpoints_around_units(size: int, reentrant: bool, offload_activations: bool) -> None:
+    """The loop's own checkpoints, of one or of several units."""
+
+    class Checkpointed(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            for start in range(0, len(self.units), size):
+                part = nn.Sequential(*self.units[start : start + size])
+                x = checkpoint(part, x, use_reentrant=reentrant)
+            return x
+
+    def build() -> Chain:
+        return Checkpointed([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)) for _ in range(4)])
+
+    resident, streamed, _ = pair(build, offload_activations=offload_activations)
+    losses = []
+    for model in (resident, streamed):
+        torch.manual_seed(0)
+        losses.append(train(model, 4, 2))
+    assert losses[0] == losses[1]
+    assert same(streamed.state_dict(), resident.state_dict())
 
 
 def test_one_module_at_two_places() -> None:

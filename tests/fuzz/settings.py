@@ -1,0 +1,71 @@
+"""How a model is built, and where a copy of it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import grass
+from grass import GrassAdamW, Offload
+from tests.fuzz.models import Network
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both copies have in common."""
+
+    model: str = "chain"
+    mode: str = "compact"
+    weights: str = "float32"
+    rank: int = 2
+    explore: int = 2
+    dim: int = 1
+    dropout: float = 0.0
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def build(self) -> Any:
+        torch.manual_seed(0)
+        model: Any = Network(self.model, self.dropout)
+        if self.weights.startswith("bfloat16"):
+            model.to(torch.bfloat16)
+        self.convert(model)
+        return model
+
+    def convert(self, model: nn.Module) -> None:
+        if self.mode == "compact":
+            dtype = torch.float32 if self.weights == "bfloat16 under float32" else None
+            int8 = "int8" if self.weights == "int8" else None
+            grass.compact(model, rank=self.rank, explore=self.explore, dim=self.dim, dtype=dtype, weights=int8)
+
+    def optimizer(self, model: nn.Module, offload: Offload | None) -> GrassAdamW:
+        common: dict[str, Any] = {"lr": 3e-2, "offload": offload}
+        if self.mode == "full":
+            return GrassAdamW([p for p in model.parameters() if p.requires_grad], **common)
+        if self.mode == "dense":
+            options: dict[str, Any] = {"dim": self.dim, "explore": self.explore, **dict(self.options)}
+            return GrassAdamW(grass.param_groups(model, rank=self.rank, **options), **common)
+        return GrassAdamW(model, **common, **dict(self.options))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a copy lies: how it is streamed and how it is offloaded."""
+
+    stream: tuple[tuple[str, Any], ...] | None = None
+    offload: tuple[tuple[str, Any], ...] | None = None
+
+    def plain(self) -> Place:
+        """Where the copy lies that this one is compared with: only float32 masters need offload."""
+        masters = dict(self.offload or ()).get("masters")
+        return Place(None, (("masters", True), ("overlap", False)) if masters else None)
+
+    def offloaded(self, directory: Path) -> Offload | None:
+        return None if self.offload is None else Offload(**in_files(directory, self.offload))
+
+
+def in_files(directory: Path, options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return {**dict(options), **({"path": directory} if dict(options).get("path") else {})}
