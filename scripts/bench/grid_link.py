@@ -36,7 +36,12 @@ from slow_link import command, limit_rate, sent_bytes
 import grass
 from grass.command_line import ArgumentParser
 
-CONTESTANTS = {"AdamW": "2D", "Grass": "2D, Grass", "Grass, cached panels": "2D, Grass, cached panels"}
+CONTESTANTS = {
+    "AdamW": "2D",
+    "Grass": "2D, Grass",
+    "Grass, cached panels": "2D, Grass, cached panels",
+    "AdamW, FSDP2 x 1D": "FSDP2 x 1D",
+}
 RANKS = 4
 
 
@@ -140,7 +145,7 @@ class Contestant:
         torch.manual_seed(0)
         self.model, x = built(scheme, RANKS, sizes, torch.float32)
         self.x: Any = x
-        whole = scheme == "2D"
+        whole = "Grass" not in scheme
         options: dict[str, Any] = {"lr": 1e-3, "fused": True}
         self.optimizer = (torch.optim.AdamW if whole else grass.GrassAdamW)(
             self.model.parameters() if whole else self.model, **options
