@@ -46,7 +46,7 @@ class ActiveRows(nn.Module):
 
     def matrix(self) -> Tensor:
         """The weight as an ``(m, n)`` view, output features first, detached; this rank's part if it is sharded."""
-        return self.as_matrix(local(self.weight.detach()))
+        return self.as_matrix(local(self.weight).detach())
 
     def as_matrix(self, weight: Tensor) -> Tensor:
         """A tensor that is laid out like the weight as ``(m, n)``; a view."""
@@ -58,7 +58,7 @@ class ActiveRows(nn.Module):
 
     def rows(self) -> Tensor:
         """The values of ``active``, detached; this rank's part if they are sharded."""
-        return local(self.active.detach())
+        return local(self.active).detach()
 
     def selected_part(self, rows: Tensor) -> Tensor:
         """The entries of the selected rows in a tensor shaped like ``active``; a view."""

@@ -17,8 +17,10 @@ def of_stratum(layer: Any, rank: Any, explore: Given, dim: int, weights: str | N
         ValueError: a count that the strata cannot share; another dimension or 8-bit weights.
     """
     strata = getattr(layer, "strata", 1)
-    if strata > 1 and (dim != 1 or weights is not None):
-        raise ValueError(f"Invalid {dim=} or {weights=}: layers on a grid of ranks take dim=1 and weights=None")
+    if strata > 1 and dim != 1:
+        raise ValueError(f"Invalid {dim=}: layers on a grid of ranks take dim=1")
+    if strata > 1 and weights is not None:
+        raise ValueError(f"Invalid {weights=}: layers on a grid of ranks take weights=None")
     return share("rank", rank, strata), share("explore", explore, strata)
 
 

@@ -41,6 +41,8 @@ def check_shards(tensor: Tensor, selected: int, name: str) -> None:
         ValueError: it is, or it is placed in some other way than by shards and replicas.
     """
     placements = getattr(tensor, "placements", ())
+    if sum(p.is_shard() for p in placements) > 1 and any(p.is_shard(selected) for p in placements):
+        raise ValueError(f"{name} is sharded along both dimensions: convert it by grass.compact(), or pass rank=None")
     if not all(p.is_replicate() or (p.is_shard() and not p.is_shard(selected)) for p in placements):
         raise ValueError(
             f"{name} of shape {tuple(tensor.shape)} is placed as {placements}, but Grass selects along dimension "

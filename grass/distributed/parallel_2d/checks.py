@@ -93,9 +93,24 @@ def check_model(model: Any, grid: Grid) -> None:
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise TypeError(f"{type(model).__name__} changes its logits ({name}): not for a grid")
+    if not type(model).forward.__module__.startswith("transformers."):
+        raise TypeError(f"{type(model).__name__} has a forward of its own: a grid computes that of transformers")
+    _check_config(config)
     for name, module in model.named_modules():
         _check_layer(name, module)
     _check_sizes(model, config, grid)
+
+
+def _check_config(config: Any) -> None:
+    """Raise ``ValueError`` for what ranks cannot compute from parts."""
+    for name, value in config.to_dict().items():
+        if name.endswith("dropout") and value:
+            raise ValueError(f"{name}={value}: ranks would drop the same places of different parts; set it to 0")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (kind := rope.get("rope_type", "default")) in ("dynamic", "longrope"):
+        raise ValueError(f"Rotary embeddings of type {kind!r} depend on the whole batch: not for a grid")
+    if head_size(config) == config.hidden_size:
+        raise ValueError("One head of the hidden size: not for a grid")
 
 
 def _check_layer(name: str, module: Any) -> None:

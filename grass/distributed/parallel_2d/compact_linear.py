@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.sync import Written
+from grass.compact_mode.sync import Stamp, Written
 from grass.distributed.parallel_2d.layers import Linear2D, autocast_to, local_part
 from grass.distributed.parallel_2d.mesh import WEIGHT, Grid, arrived
 from grass.distributed.parallel_2d.stratum_state import held_state, saved_state
@@ -54,8 +54,7 @@ class CompactLinear2D(CompactLayer, Linear2D):
 
     plain_class: type[nn.Module] = Linear2D
     _every_chosen: tuple[int, Tensor] | None = None  # the version of `chosen` that was gathered, and the column's
-    _cache: tuple[int, Tensor] | None = None  # steps that were sent, and the column's weights (a, m/b, n/a)
-    _version = 0  # of the weight after the last step
+    _cache: tuple[int, Stamp, Tensor] | None = None  # steps and stamp of the weight, the column's (a, m/b, n/a)
 
     strata = Linear2D.strata
 
@@ -110,13 +109,26 @@ class CompactLinear2D(CompactLayer, Linear2D):
         return arrived(self._grid.sum_row(sketch.square().sum(dim=1, keepdim=True))).sqrt()
 
     def mark_synced(self) -> None:
-        """Also notes the weight's version, by which cached panels see that it was changed by hand."""
+        """As of a weight that is not sharded: changes by hand are seen (:meth:`_stamps`)."""
         super().mark_synced()
-        self._version = local(self.weight)._version
+        self._sharded = False
+
+    def unconvert(self) -> None:
+        """Write the active columns into the weight, and forget what was gathered."""
+        super().unconvert()
+        for name in ("_every_chosen", "_cache"):
+            self.__dict__.pop(name, None)
+
+    def _stamps(self) -> tuple[Stamp, Stamp] | None:
+        """Changes of a ``DTensor`` or of this rank's part count; on the meta device there is nothing to change."""
+        if self.active.is_meta:
+            return None
+        return _stamp(self.active), _stamp(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., n/b) -> (..., m/b)``."""
-        weight, dtype = local(self.weight.detach()), self.weight.dtype
+        self.sync(probe=torch.is_grad_enabled())
+        weight, dtype = self.matrix(), self.weight.dtype
         x, weight = autocast_to(x, weight)
         weights, flat = self._weights(weight, cached=weight.dtype == dtype), x.flatten(0, -2)
         if not torch.is_grad_enabled():
@@ -144,20 +156,26 @@ class CompactLinear2D(CompactLayer, Linear2D):
         return lambda p: every.narrow(2, p * width, width)
 
     def _cached(self, weight: Tensor) -> Tensor:
-        """The column's weights, with the columns that the last step has written."""
-        written, grid = self.written or Written(), self._grid
-        sent, every = self._cache or (-1, weight)
-        if sent < 0 or weight._version != self._version or (written.number > sent and written.rows is None):
-            every = torch.cat([arrived(weight_panel(grid, weight, p)) for p in range(grid.panels)], dim=2)
-        elif written.number == sent + 1 and written.rows is not None:
+        """The column's weights; if one step has changed them since, only what it has written is sent."""
+        written, grid, now = self.written or Written(), self._grid, _stamp(self.weight)
+        number, then, every = self._cache or (-1, None, weight)
+        if (number, then) == (written.number, now):
+            return every
+        if number == written.number - 1 and written.rows is not None and (written.before, written.after) == (then, now):
             rows = arrived(grid.gather_column(written.rows))
             values = arrived(grid.gather_column(select_columns(weight, written.rows).t()))
-            for block, (own, columns) in enumerate(zip(rows, values, strict=True)):
-                every[block].index_copy_(1, own, columns.t())
-        elif written.number > sent + 1:
+            for block, own, columns in zip(every, rows, values, strict=True):
+                block.index_copy_(1, own, columns.t())
+        else:
             every = torch.cat([arrived(weight_panel(grid, weight, p)) for p in range(grid.panels)], dim=2)
-        self._cache, self._version = (written.number, every), weight._version
+        self._cache = written.number, now, every
         return every
+
+
+def _stamp(p: Tensor) -> Stamp:
+    """Identity, version and address of a ``DTensor``, which differ after any change of it or of this rank's part."""
+    own = local(p)
+    return id(p), p._version + own._version, own.data_ptr()
 
 
 class _CompactLinear(torch.autograd.Function):

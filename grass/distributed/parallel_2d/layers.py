@@ -94,6 +94,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, table: Tensor, grid: Grid, padding: int | None) -> Tensor:
         """Look up; rows of ``padding`` get no gradient."""
+        inside = (ids >= 0) & (ids < table.shape[0] * grid.rows)
+        torch._assert_async(inside.all(), "Token ids must be from 0 to the vocabulary size - 1")
         ids = arrived(grid.gather_column(ids))
         every = ids - grid.row * table.shape[0]
         here = (every >= 0) & (every < table.shape[0])

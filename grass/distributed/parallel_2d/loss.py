@@ -40,6 +40,8 @@ def cross_entropy(
     """
 
     logits_of = _gathered(head, grid, hidden) if type(head) is Linear2D else head
+    if type(head) is not Linear2D and grid.replicas is not None:
+        chunk_tokens = len(hidden)  # chunks of a converted head are summed one by one, of all replicas together
 
     def summed_loss(hidden: Tensor, targets: Tensor) -> Tensor:
         return _losses(grid, logits_of(hidden), targets).sum()
@@ -69,6 +71,8 @@ def _losses(grid: Grid, logits: Tensor, targets: Tensor) -> Tensor:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = arrived(grid.max_row(logits.detach().amax(dim=1)))
     exponentials: Tensor = (logits - largest.unsqueeze(1)).exp().sum(dim=1)
+    inside = (targets == IGNORED) | ((targets >= 0) & (targets < logits.shape[1] * grid.columns))
+    torch._assert_async(inside.all(), f"Labels must be token ids or {IGNORED}")
     first = targets - grid.column * logits.shape[1]
     here = (first >= 0) & (first < logits.shape[1])
     of_target = logits.gather(1, first.where(here, 0).unsqueeze(1)).squeeze(1).where(here, 0.0)

@@ -10,10 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from grass.parallel.ranks import Ranks
 
 all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
@@ -41,7 +44,9 @@ class Grid:
         row: this rank's, ``i``.
         column: this rank's, ``j``.
         panels: pieces in which blocks are gathered, one while another is multiplied.
-        cache_panels: whether gathered frozen weights are kept (:mod:`grass.distributed.parallel_2d.panels`).
+        cache_panels: whether gathered frozen weights are kept.
+        everyone: all ranks, those of replicas too.
+        peers: the ranks of this grid.
     """
 
     def __init__(self, mesh: DeviceMesh, panels: int = 1, cache_panels: bool = False) -> None:
@@ -53,6 +58,9 @@ class Grid:
         self.row, self.column = self.mesh.get_local_rank(0), self.mesh.get_local_rank(1)
         self.panels, self.cache_panels = panels, cache_panels
         self._along_column, self._along_row = self.mesh.get_group(0), self.mesh.get_group(1)
+        self.everyone = self.peers = _ranks(mesh)
+        if self.replicas is not None:
+            self.peers = _ranks(self.mesh)
 
     def __deepcopy__(self, memo: Any) -> Grid:
         return self
@@ -100,6 +108,14 @@ class Grid:
         """The ``DTensor`` that has ``part`` as this rank's part; all parts have one shape."""
         sharded: DTensor = DTensor.from_local(part, self.mesh, placements, run_check=False)
         return sharded
+
+
+def _ranks(mesh: DeviceMesh) -> Ranks:
+    """All ranks of a mesh."""
+    ranks = mesh.mesh.flatten().tolist()
+    if len(ranks) == dist.get_world_size():
+        return Ranks.of(None)
+    return Ranks(dist.new_group(ranks, use_local_synchronization=True))
 
 
 def _gather(x: Tensor, group: Any, size: int) -> Tensor:
@@ -185,6 +201,24 @@ class GatheredWeight(torch.autograd.Function):
         """Sum and scatter."""
         every = grad.view(grad.shape[0], ctx.grid.rows, -1).transpose(0, 1).contiguous()
         return arrived(ctx.grid.sum_replicas(ctx.grid.scatter_column(every))), None
+
+
+class WholeLogits(torch.autograd.Function):
+    """The logits of the whole batch, ``(b/a, s, V/b) -> (b, s, V)``, of which every rank computes the same loss."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, grid: Grid) -> Tensor:
+        """Gather along the row and the column."""
+        ctx.grid, ctx.shape = grid, logits.shape
+        vocabulary = torch.cat(list(arrived(grid.gather_row(logits))), dim=-1)
+        return torch.cat(list(arrived(grid.gather_column(vocabulary))))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """This rank's part."""
+        grid, (batch, _, vocabulary) = ctx.grid, ctx.shape
+        own = grad.narrow(0, grid.row * batch, batch)
+        return own.narrow(2, grid.column * vocabulary, vocabulary).contiguous(), None
 
 
 class TotalSum(torch.autograd.Function):
