@@ -50,7 +50,12 @@ class Sizes(NamedTuple):
 
 
 def received(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> float:
-    """Elements that a rank receives in one step.
+    """Elements that a rank receives in one step, by all collectives."""
+    return sum(received_by(scheme, ranks, sizes, share).values())
+
+
+def received_by(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> dict[str, float]:
+    """Elements that a rank receives in one step, by collective.
 
     With ``t`` tokens, ``q = sqrt(p)`` and ``rho`` the share of active columns, for each weight ``(m, n)``::
 
@@ -59,24 +64,28 @@ def received(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> flo
         both     4 (q - 1) / q^2 t h for a pair, and 3 (q - 1) / q^2 m n for each weight
         2D       3 (q - 1) / q^2 (t n + m n)        two gathers and a sum of inputs and weights, over rows and columns
 
-    With Grass FSDP2 has ``(2 + 3 rho)`` for 3, because active columns are gathered too. 2D has ``(2 + rho)``, and with
-    cached panels ``2 rho`` for weights. The indices of active columns add ``(q - 1) rho n / q``, twice with cached
-    panels.
+    With Grass FSDP2 gathers ``(2 + 2 rho) m n`` and sums ``rho m n``, because active columns are gathered too. 2D gathers
+    ``(1 + rho) t n + 2 m n`` and sums ``t n + rho m n``; with cached panels it gathers ``rho m n`` for ``2 m n``. The
+    indices of active columns add gathers of ``(q - 1) rho n / q``, twice with cached panels.
     """
     t, h, f, pairs = sizes
     rho, q = share if "Grass" in scheme else 1.0, isqrt(ranks)
+    weights, inputs, columns = 2 * pairs * h * f, pairs * t * (h + f), pairs * (h + f)
+    along, over = (q - 1) / q**2, (ranks - 1) / ranks
     if scheme == "1D":
-        return pairs * 4 * (ranks - 1) / ranks * t * h
+        return {"all-reduce": 4 * over * pairs * t * h}
     if scheme == "FSDP2 x 1D":
-        return pairs * (q - 1) / q**2 * (4 * t * h + 6 * h * f)
-    total = 0.0
-    for m, n in ((f, h), (h, f)):
-        if scheme.startswith("FSDP2"):
-            total += (2 + 3 * rho if "Grass" in scheme else 3) * (ranks - 1) / ranks * m * n
-            continue
-        weight, lists = (2 * rho, 2) if "cached" in scheme else (2 + rho, int("Grass" in scheme))
-        total += (q - 1) / q**2 * (t * n * (2 + rho) + weight * m * n) + (q - 1) * lists * rho * n / q
-    return pairs * total
+        sums = {"all-reduce": 4 * along * pairs * t * h}
+        return {**sums, "all-gather": 2 * along * weights, "reduce-scatter": along * weights}
+    if scheme.startswith("FSDP2"):
+        gathers = 2 + 2 * rho if "Grass" in scheme else 2
+        return {"all-gather": gathers * over * weights, "reduce-scatter": rho * over * weights}
+    lists = (q - 1) / q * rho * columns * (2 if "cached" in scheme else int("Grass" in scheme))
+    travelling = rho if "cached" in scheme else 2
+    return {
+        "all-gather": along * ((1 + rho) * inputs + travelling * weights) + lists,
+        "reduce-scatter": along * (inputs + rho * weights),
+    }
 
 
 def held(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> dict[str, float]:

@@ -28,7 +28,7 @@ def wire_bytes() -> str:
 
 def grid_link() -> str:
     """A step on a grid of ranks over a slowed link."""
-    header = ["2D", "step", "link alone", "MB sent", "times AdamW"]
+    header = ["", "step", "link alone", "MB sent", "times AdamW"]
     return table(
         header,
         (

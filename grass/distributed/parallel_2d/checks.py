@@ -53,7 +53,7 @@ def norm_kind(module: Any) -> Norm | None:
     return Norm(len(weight), eps, False, torch.float32)
 
 
-def check_mesh(mesh: Any, panels: int, chunk_tokens: int) -> None:
+def check_mesh(mesh: Any, panels: int, chunk_tokens: int, batch_size: int | None = None) -> None:
     """Raise ``TypeError`` or ``ValueError`` for a mesh or numbers that :func:`parallelize_2d` does not take."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
@@ -70,6 +70,8 @@ def check_mesh(mesh: Any, panels: int, chunk_tokens: int) -> None:
     for name, value in (("panels", panels), ("chunk_tokens", chunk_tokens)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"Invalid {name}={value!r}: must be a positive integer")
+    if batch_size is not None and batch_size % rows:
+        raise ValueError(f"Invalid {batch_size=}: must be a multiple of the {rows} rows of ranks")
 
 
 def check_model(model: Any, grid: Grid) -> None:

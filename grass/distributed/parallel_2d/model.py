@@ -25,6 +25,7 @@ def parallelize_2d(
     panels: int = 1,
     cache_panels: bool = False,
     chunk_tokens: int = 1024,
+    batch_size: int | None = None,
 ) -> None:
     r"""Spread a model over a grid of ``a x b`` ranks, in place (Xu et al., 2021, arXiv 2104.05343, Optimus).
 
@@ -47,13 +48,14 @@ def parallelize_2d(
         cache_panels: in compact mode, keep gathered frozen weights, ``1 / b`` of each on a rank, and send only the
             columns that a step has changed.
         chunk_tokens: tokens of a rank whose logits exist at a time in the loss.
+        batch_size: of the batches with labels to come; checked here if given, otherwise in the forward.
 
     Raises:
         TypeError: the model is no such decoder.
-        ValueError: heads, hidden size, intermediate size or vocabulary cannot be divided by the mesh; dropout; the
+        ValueError: heads, hidden size, intermediate size, vocabulary or batch cannot be divided by the mesh; dropout; the
             ranks differ in their models or settings. The model is then as it was.
     """
-    check_mesh(mesh, panels, chunk_tokens)
+    check_mesh(mesh, panels, chunk_tokens, batch_size)
     grid = Grid(mesh, panels, cache_panels)
     check_model(model, grid)
     shapes = {f"the shape of {name}": tuple(p.shape) for name, p in model.named_parameters()}

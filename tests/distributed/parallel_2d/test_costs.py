@@ -20,8 +20,8 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "bench" / "g
 SIZES = SCRIPT["Sizes"](tokens=144, hidden=144, wide=288)
 
 
-def elements(rank: int, ranks: int) -> dict[str, float]:
-    """Elements that this rank receives in the third step, by scheme."""
+def elements(rank: int, ranks: int) -> dict[str, dict[str, float]]:
+    """Elements that this rank receives in the third step, by scheme and collective."""
     received = {}
     for scheme in SCRIPT["SCHEMES"]:
         model, x = SCRIPT["built"](scheme, ranks, SIZES)
@@ -32,15 +32,17 @@ def elements(rank: int, ranks: int) -> dict[str, float]:
             optimizer.zero_grad()
         with SCRIPT["Received"]() as mode:
             model(x).sum().backward()
-        received[scheme] = sum(mode.elements.values())
+        received[scheme] = mode.elements
     return received
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(9, marks=pytest.mark.slow)])
 def test_ranks_receive_what_the_formulas_say(ranks: int) -> None:
     share = SCRIPT["SHARE"]
-    for received in run_world(elements, ranks, ranks):
-        assert received == pytest.approx({s: SCRIPT["received"](s, ranks, SIZES) for s in received}, rel=0, abs=1e-6)
+    for by_collective in run_world(elements, ranks, ranks):
+        for scheme, counted in by_collective.items():
+            assert counted == pytest.approx(SCRIPT["received_by"](scheme, ranks, SIZES), rel=0, abs=1e-6)
+        received = {scheme: sum(counted.values()) for scheme, counted in by_collective.items()}
         assert received["2D, Grass"] <= ((2 + share) / 3 + 0.02) * received["2D"]
         assert received["2D, Grass, cached panels"] < received["2D, Grass"]
 

@@ -51,6 +51,8 @@ def refused(rank: int) -> int:
         parallelize_2d(decoder(), (2, 2))
     with pytest.raises(ValueError, match="panels=0"):
         parallelize_2d(decoder(), mesh_of(2, 2), panels=0)
+    with pytest.raises(ValueError, match="batch_size=3"):
+        parallelize_2d(decoder(), mesh_of(2, 2), batch_size=3)
     with pytest.raises(ValueError, match="16 cannot be divided by 6"):
         parallelize_2d(decoder(), mesh_of(2, 2), panels=3)
     _refused_afterwards(on_grid(decoder(), 2, 2))
