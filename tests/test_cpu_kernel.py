@@ -1,5 +1,6 @@
 """The one-pass CPU kernel against its torch twin."""
 
+import copy
 import logging
 import shutil
 import subprocess
@@ -110,6 +111,26 @@ def test_declines_what_it_does_not_know(weight: torch.Tensor) -> None:
         numbers = (1, 1e-3, 1.0)
         assert not batch.add(cpu_kernel.Weight(matrix, torch.tensor([0, 2]), 0, grad, None, *moments, *numbers))
     batch.run(**HYPER, maximize=False)
+
+
+@needs_compiler
+def test_the_stride_of_a_single_column_does_not_matter() -> None:
+    """Autograd may give the sum of several gradients another one."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(6, 5, bias=False)
+    grass.compact(layer, rank=1, explore=0)
+    values = torch.randn(5)
+    stepped = []
+    for stride in (1, 5):
+        grad = values.as_strided((5, 1), (1, stride))
+        assert cpu_kernel._transposed([column_major(torch.empty(5, 6)), grad])
+        twin = copy.deepcopy(layer)
+        optimizer = grass.GrassAdamW(twin, lr=1e-2)
+        for _ in range(5):
+            twin.active.grad = grad
+            optimizer.step()
+        stepped.append(twin.weight)
+    assert torch.equal(*stepped)
 
 
 LAYOUTS = [Tensor.contiguous, column_major, lambda t: torch.stack([t, t], 2)[..., 0]]

@@ -175,7 +175,7 @@ def _transposed(tensors: list[Tensor]) -> bool | None:
     else:
         return False
     for t in tensors:
-        if t.stride() != (1, t.shape[0]):
+        if t.stride() != (1, t.shape[0]) and not t.t().is_contiguous():  # one column may have any stride
             return None
     return True
 
