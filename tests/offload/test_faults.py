@@ -118,7 +118,9 @@ def test_weights_behind_the_fault_stay_as_they_were(mode: Mode, monkeypatch: pyt
 
 @pytest.mark.parametrize("stage", ["take", "give"])
 def test_a_stuck_copy_is_an_error(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = trained("full", deadline=0.05)
+    model, optimizer = trained("full")
+    executor: Any = optimizer.offload._executor
+    executor.deadline = executor._state.deadline = 0.05  # from now on: what comes does not end
     stuck = threading.Event()
     monkeypatch.setattr(Replica, stage, lambda self, link: stuck.wait(LIMIT))
     step(model, optimizer)
