@@ -52,8 +52,8 @@ def parallelize_2d(
 
     Raises:
         TypeError: the model is no such decoder.
-        ValueError: heads, hidden size, intermediate size, vocabulary or batch cannot be divided by the mesh; dropout; the
-            ranks differ in their models or settings. The model is then as it was.
+        ValueError: heads, hidden size, intermediate size, vocabulary or batch cannot be divided by the mesh; dropout;
+            the ranks differ in their models or settings. The model is then as it was.
     """
     check_mesh(mesh, panels, chunk_tokens, batch_size)
     grid = Grid(mesh, panels, cache_panels)
