@@ -65,8 +65,8 @@ def received_by(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> 
         2D       3 (q - 1) / q^2 (t n + m n)        two gathers and a sum of inputs and weights, over rows and columns
 
     With Grass FSDP2 gathers ``(2 + 2 rho) m n`` and sums ``rho m n``, because active columns are gathered too. 2D
-    gathers ``(1 + rho) t n + 2 m n`` and sums ``t n + rho m n``; with cached panels it gathers ``rho m n`` for ``2 m n``. The
-    indices of active columns add gathers of ``(q - 1) rho n / q``, twice with cached panels.
+    gathers ``(1 + rho) t n + 2 m n`` and sums ``t n + rho m n``; with cached panels it gathers ``rho m n`` for ``2 m
+    n``. The indices of active columns add gathers of ``(q - 1) rho n / q``, twice with cached panels.
     """
     t, h, f, pairs = sizes
     rho, q = share if "Grass" in scheme else 1.0, isqrt(ranks)
