@@ -27,9 +27,6 @@ from grass.distributed.parallel_2d.mesh import (
 )
 from grass.distributed.parallel_2d.summa import input_gradient, product, weight_gradient, weight_panel
 
-GRID = "_grid"
-"""The attribute of a layer that is spread over a grid."""
-
 
 class Linear2D(nn.Linear):
     """``x W^T + b`` (:mod:`grass.distributed.parallel_2d.summa`). :func:`parallelize_2d` makes it."""
