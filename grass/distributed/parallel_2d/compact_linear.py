@@ -53,7 +53,7 @@ class CompactLinear2D(CompactLayer, Linear2D):
     """A converted :class:`Linear2D`; ``chosen``, ``rank`` and ``shape`` are those of this rank's stratum."""
 
     plain_class: type[nn.Module] = Linear2D
-    _every_chosen: tuple[int, Tensor] | None = None  # the version of `chosen` that was gathered, and the column's
+    _every_chosen: tuple[tuple[int, int], Tensor] | None = None  # which `chosen` was gathered, and the column's
     _cache: tuple[int, Stamp, Tensor] | None = None  # steps and stamp of the weight, the column's (a, m/b, n/a)
 
     strata = Linear2D.strata
@@ -140,9 +140,9 @@ class CompactLinear2D(CompactLayer, Linear2D):
 
     def _chosen_of_input(self) -> Tensor:
         """int64 ``(k (r + q)/a,)``: the active columns of the strata in this rank's block of the inputs."""
-        grid, version = self._grid, self.chosen._version
-        if self._every_chosen is None or self._every_chosen[0] != version:
-            self._every_chosen = version, arrived(grid.gather_column(self.chosen))
+        grid, own = self._grid, (id(self.chosen), self.chosen._version)
+        if self._every_chosen is None or self._every_chosen[0] != own:
+            self._every_chosen = own, arrived(grid.gather_column(self.chosen))
         k, width = grid.rows // grid.columns, self.shape[1]
         first = torch.arange(0, k * width, width, device=self.chosen.device).unsqueeze(1)
         return (self._every_chosen[1].narrow(0, grid.column * k, k) + first).flatten()

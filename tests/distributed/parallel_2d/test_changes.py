@@ -53,12 +53,22 @@ def changed(rank: int, cache_panels: bool) -> bool:
                     ours.mul_(0.5)
         assert_as_in_one_process(model)
         assert_as_in_one_process(copied)
+    _trains_as(model, copy.deepcopy(model))
     with torch.inference_mode():
         inferred = model(input_ids=ids(5)).logits
     torch.testing.assert_close(inferred, logits_of(model, ids(5)), rtol=0.0, atol=0.0)
     _keeps_changes(model)
     assert logits_of(model.to(torch.bfloat16), ids(5)).dtype == torch.bfloat16
     return True
+
+
+def _trains_as(model: Any, copied: Any) -> None:
+    """A copy goes its own way, with columns of its own."""
+    optimizers = [GrassAdamW(m, lr=1e-2, seed=3) for m in (model, copied)]
+    for step in range(8):
+        for m, optimizer in zip((model, copied), optimizers, strict=True):
+            train_step(m, optimizer, step)
+    assert_close(whole(copied.state_dict()), whole(model.state_dict()), rtol=0.0, atol=0.0)
 
 
 def _keeps_changes(model: Any) -> None:
