@@ -186,22 +186,28 @@ def _input(sizes: Sizes, dtype: torch.dtype, tokens_by: int = 1, features_by: in
     return torch.randn(sizes.tokens // tokens_by, sizes.hidden // features_by, dtype=dtype, requires_grad=True)
 
 
+def third_step(scheme: str, ranks: int, sizes: Sizes) -> dict[str, float]:
+    """Elements that this rank receives in the third step, by collective."""
+    torch.manual_seed(0)
+    model, x = built(scheme, ranks, sizes)
+    optimizer = grass.GrassAdamW(model if "Grass" in scheme else model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with Received() as mode:
+        model(x).sum().backward()
+    return mode.elements
+
+
 def counted(rank: int, ranks: int, sizes: Sizes, store: str, path: str) -> None:
     """One rank: the third step of each scheme."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     rows = []
     for scheme in SCHEMES:
-        torch.manual_seed(0)
-        model, x = built(scheme, ranks, sizes)
-        optimizer = grass.GrassAdamW(model if "Grass" in scheme else model.parameters(), lr=1e-3)
-        for _ in range(2):
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with Received() as mode:
-            model(x).sum().backward()
-        rows.append({"ranks": ranks, "scheme": scheme, "counted": sum(mode.elements.values()), **mode.elements})
+        elements = third_step(scheme, ranks, sizes)
+        rows.append({"ranks": ranks, "scheme": scheme, "counted": sum(elements.values()), **elements})
     if rank == 0:
         pd.DataFrame(rows).to_csv(path, index=False)
     dist.destroy_process_group()

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from grass.distributed.parallel_2d.loss import IGNORED, cross_entropy
+from grass.distributed.parallel_2d.loss import cross_entropy
 from grass.distributed.parallel_2d.mesh import Grid, WholeLogits
+from grass.labels import next_tokens
 from grass.parallel.ranks import checksum
 
 OF_BATCH = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
@@ -86,7 +86,7 @@ def _loss(
 
     count = kwargs.pop("num_items_in_batch", None)
     hidden = model.base_model(**kwargs).last_hidden_state
-    targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shift_labels is None else shift_labels
+    targets = next_tokens(labels) if shift_labels is None else shift_labels
     head = model.get_output_embeddings()
     numbers = {"chunk_tokens": chunk_tokens, "count": count}
     return CausalLMOutputWithPast(loss=cross_entropy(grid, hidden.flatten(0, -2), targets.flatten(), head, **numbers))

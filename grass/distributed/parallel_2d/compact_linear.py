@@ -43,6 +43,7 @@ from grass.distributed.parallel_2d.summa import (
 )
 from grass.kernels.layout import select_columns
 from grass.parallel.shards import local
+from grass.selection.exploration import first_rows
 from grass.state.schema import State
 
 Weights = Callable[[int], Tensor]
@@ -144,8 +145,8 @@ class CompactLinear2D(CompactLayer, Linear2D):
         if self._every_chosen is None or self._every_chosen[0] != own:
             self._every_chosen = own, arrived(grid.gather_column(self.chosen))
         k, width = grid.rows // grid.columns, self.shape[1]
-        first = torch.arange(0, k * width, width, device=self.chosen.device).unsqueeze(1)
-        return (self._every_chosen[1].narrow(0, grid.column * k, k) + first).flatten()
+        every = self._every_chosen[1].narrow(0, grid.column * k, k)
+        return (every + first_rows(k, k * width, every.device)).flatten()
 
     def _weights(self, weight: Tensor, *, cached: bool) -> Weights:
         """How to gather the column's weights; they are there already if panels are cached."""

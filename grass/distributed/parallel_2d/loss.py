@@ -11,10 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from grass.distributed.parallel_2d.layers import Linear2D, autocast_to, local_part, vector
-from grass.distributed.parallel_2d.mesh import WEIGHT, GatheredInput, GatheredWeight, Grid, TotalSum, arrived
-
-IGNORED = -100
-"""The target of tokens that do not count, as in ``F.cross_entropy``."""
+from grass.distributed.parallel_2d.mesh import WEIGHT, Gathered, Grid, TotalSum, arrived
+from grass.labels import IGNORED
 
 
 def cross_entropy(
@@ -55,12 +53,16 @@ def cross_entropy(
 def _gathered(head: Any, grid: Grid, hidden: Tensor) -> Callable[[Tensor], Tensor]:
     """The head with its column's weights, ``V/b`` outputs of all ``h`` features."""
     _, weight = autocast_to(hidden, local_part(head.weight, WEIGHT))
-    gathered: Tensor = GatheredWeight.apply(weight, grid)  # type: ignore[no-untyped-call]
+
+    def summed(every: Tensor) -> Tensor:
+        return grid.sum_replicas(grid.scatter_column(every))
+
+    gathered: Tensor = Gathered.apply(weight, grid.gather_column, summed)  # type: ignore[no-untyped-call]
     bias = None if head.bias is None else vector(head, "bias")
 
     def logits_of(hidden: Tensor) -> Tensor:
         x, weight = autocast_to(hidden, gathered)
-        whole: Tensor = GatheredInput.apply(x, grid)  # type: ignore[no-untyped-call]
+        whole: Tensor = Gathered.apply(x, grid.gather_row, grid.scatter_row)  # type: ignore[no-untyped-call]
         return F.linear(whole, weight, bias)
 
     return logits_of

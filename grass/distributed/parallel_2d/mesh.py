@@ -171,36 +171,21 @@ class RowSum(torch.autograd.Function):
         return arrived(ctx.grid.sum_row(grad.contiguous())), None
 
 
-class GatheredInput(torch.autograd.Function):
-    """All features of a rank's tokens: ``(t, n/b) -> (t, n)``; the gradient is summed over the row."""
+class Gathered(torch.autograd.Function):
+    """Blocks of features side by side: ``(t, w) -> (t, g w)``, gathered from ``g`` ranks; gradients are summed back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:
-        """Gather."""
-        ctx.grid = grid
-        return arrived(grid.gather_row(x)).transpose(0, 1).flatten(1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Sum and scatter."""
-        every = grad.view(grad.shape[0], ctx.grid.columns, -1).transpose(0, 1).contiguous()
-        return arrived(ctx.grid.scatter_row(every)), None
-
-
-class GatheredWeight(torch.autograd.Function):
-    """All input features of a rank's outputs: ``(m/b, n/a) -> (m/b, n)``; the gradient is summed over all tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, grid: Grid) -> Tensor:
-        """Gather."""
-        ctx.grid = grid
-        return arrived(grid.gather_column(weight)).transpose(0, 1).flatten(1)
+    def forward(ctx: Any, x: Tensor, gather: Any, scatter: Any) -> Tensor:
+        """Gather by :meth:`Grid.gather_row` or another; ``scatter`` is its opposite, for the gradient."""
+        every = arrived(gather(x))
+        ctx.scatter, ctx.count = scatter, every.shape[0]
+        return every.transpose(0, 1).flatten(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Sum and scatter."""
-        every = grad.view(grad.shape[0], ctx.grid.rows, -1).transpose(0, 1).contiguous()
-        return arrived(ctx.grid.sum_replicas(ctx.grid.scatter_column(every))), None
+        every = grad.view(grad.shape[0], ctx.count, -1).transpose(0, 1).contiguous()
+        return arrived(ctx.scatter(every)), None, None
 
 
 class WholeLogits(torch.autograd.Function):

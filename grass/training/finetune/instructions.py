@@ -11,14 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grass.labels import IGNORED
 from grass.training.finetune.run import FinetuneTask
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
     from transformers import EvalPrediction, PreTrainedTokenizerBase
-
-IGNORED = -100
-"""The label of tokens that the loss leaves out."""
 
 
 def prompt(instruction: str, context: str | None = None) -> str:

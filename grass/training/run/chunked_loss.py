@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-IGNORED = -100
-"""The target of tokens that do not count, as in ``F.cross_entropy``."""
+from grass.labels import IGNORED, next_tokens
 
 
 def chunked_cross_entropy(
@@ -68,7 +67,7 @@ def chunk_loss(model: PreTrainedModel, chunk_tokens: int) -> None:
         targets = kwargs.pop("shift_labels", None)
         hidden = self.base_model(*args, **kwargs).last_hidden_state
         if targets is None:
-            targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+            targets = next_tokens(labels)
         return CausalLMOutputWithPast(
             loss=chunked_cross_entropy(hidden, targets, self.get_output_embeddings(), chunk_tokens=chunk_tokens)
         )

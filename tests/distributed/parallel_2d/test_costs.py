@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import grass
 from grass.distributed.parallel_2d.mesh import Grid
+from grass.parallel.shards import local
 from tests.distributed.world import run_world
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "bench" / "grid_costs.py"))
@@ -22,18 +23,7 @@ SIZES = SCRIPT["Sizes"](tokens=144, hidden=144, wide=288)
 
 def elements(rank: int, ranks: int) -> dict[str, dict[str, float]]:
     """Elements that this rank receives in the third step, by scheme and collective."""
-    received = {}
-    for scheme in SCRIPT["SCHEMES"]:
-        model, x = SCRIPT["built"](scheme, ranks, SIZES)
-        optimizer = grass.GrassAdamW(model if "Grass" in scheme else model.parameters(), lr=1e-3)
-        for _ in range(2):
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with SCRIPT["Received"]() as mode:
-            model(x).sum().backward()
-        received[scheme] = mode.elements
-    return received
+    return {scheme: SCRIPT["third_step"](scheme, ranks, SIZES) for scheme in SCRIPT["SCHEMES"]}
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(9, marks=pytest.mark.slow)])
@@ -49,7 +39,7 @@ def test_ranks_receive_what_the_formulas_say(ranks: int) -> None:
 
 def saved_bytes(model: Any, x: Tensor) -> int:
     """Bytes that backward keeps, without parameters."""
-    own = {p.untyped_storage().data_ptr() for p in map(_local, model.parameters())}
+    own = {p.untyped_storage().data_ptr() for p in map(local, model.parameters())}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -61,10 +51,6 @@ def saved_bytes(model: Any, x: Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(x)
     return sum(kept.values())
-
-
-def _local(p: Tensor) -> Tensor:
-    return p.to_local() if hasattr(p, "to_local") else p
 
 
 def saved_on_a_grid(rank: int, ranks: int) -> tuple[int, int]:
