@@ -13,13 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +26,7 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parent))
 from grid_costs import SHARE, Sizes, built
-from provenance import write
-from slow_link import command, limit_rate, sent_bytes
+from slow_link import command, limit_rate, namespaces, race, sent_bytes, start_worker
 
 import grass
 from grass.command_line import ArgumentParser
@@ -50,41 +45,12 @@ def main() -> None:
     if args.worker is not None:
         work(args)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # an exit that cleans up
-    with namespaces() as names, tempfile.TemporaryDirectory() as folder:
-        if not names:
-            print("Skipped: network namespaces cannot be made here")
-            return
-        path = Path(folder) / "times.json"
-        workers = [start_worker(name, rank, path) for rank, name in enumerate(names)]
-        try:
-            if any([worker.wait() for worker in workers]):
-                sys.exit("a worker failed")
-        finally:
-            for worker in workers:
-                worker.kill()
-        result = table(json.loads(path.read_text()))
-    print(result.to_string(index=False, float_format="%.3f"))
-    write(result, args.csv)
-
-
-@contextmanager
-def namespaces() -> Iterator[list[str]]:
-    """Four network namespaces on a bridge, or none where that is not permitted; removed afterwards."""
     names, bridge = [f"grass-{os.getpid()}-{rank}" for rank in range(RANKS)], f"grass{os.getpid() % 100_000}"
-    try:
-        try:
-            join(names, bridge)
-        except (OSError, subprocess.CalledProcessError):  # no such tool, no right to use it
-            yield []
-        else:
-            yield names
-    finally:
-        for words in (*(("netns", "del", name) for name in names), ("link", "del", bridge)):
-            subprocess.run(["ip", *words], stderr=subprocess.DEVNULL, check=False)
+    joined = namespaces(names, partial(join, bridge), [bridge])
+    race(joined, partial(start_worker, __file__, "10.78.0.1:29512"), table, args.csv)
 
 
-def join(names: list[str], bridge: str) -> None:
+def join(bridge: str, names: list[str]) -> None:
     """Make the namespaces and a bridge between them."""
     command("ip", "link", "add", bridge, "type", "bridge")
     command("ip", "link", "set", bridge, "up")
@@ -96,12 +62,6 @@ def join(names: list[str], bridge: str) -> None:
         command("ip", "-n", name, "address", "add", f"10.78.0.{rank + 1}/24", "dev", "link0")
         for device in ("lo", "link0"):
             command("ip", "-n", name, "link", "set", device, "up")
-
-
-def start_worker(namespace: str, rank: int, path: Path) -> subprocess.Popen[bytes]:
-    rest = [*sys.argv[1:], "--worker", str(rank), "--times", str(path)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "link0", "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29512"}
-    return subprocess.Popen(["ip", "netns", "exec", namespace, sys.executable, __file__, *rest], env=environment)
 
 
 def work(args: argparse.Namespace) -> None:
@@ -121,12 +81,7 @@ def work(args: argparse.Namespace) -> None:
             own_seconds, count = contestant.timed(2)
             rows.append({"optimizer": name, "seconds": own_seconds, "sent_mb": count / 1e6, "link_s": count / rate})
     if args.worker == 0:
-        numbers = {
-            **sizes._asdict(),
-            "ranks": RANKS,
-            "share": SHARE,
-            "link_mbit_s": rate * 8e-6,
-        }
+        numbers = {**sizes._asdict(), "ranks": RANKS, "share": SHARE, "link_mbit_s": rate * 8e-6}
         args.times.write_text(json.dumps({"rows": rows, "numbers": numbers}))
     dist.barrier()
 
@@ -143,8 +98,7 @@ class Contestant:
 
     def __init__(self, scheme: str, sizes: Sizes) -> None:
         torch.manual_seed(0)
-        self.model, x = built(scheme, RANKS, sizes, torch.float32)
-        self.x: Any = x
+        self.model, self.x = built(scheme, RANKS, sizes, torch.float32)
         whole = "Grass" not in scheme
         options: dict[str, Any] = {"lr": 1e-3, "fused": True}
         self.optimizer = (torch.optim.AdamW if whole else grass.GrassAdamW)(

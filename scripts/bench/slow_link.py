@@ -27,8 +27,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -59,13 +60,24 @@ def main() -> None:
     if args.worker is not None:
         work(args)
         return
+    race(two_namespaces(), partial(start_worker, __file__, "10.77.0.1:29511"), table, args.csv)
+
+
+Start = Callable[[str, int, Path], "subprocess.Popen[bytes]"]
+"""Starts a worker: its namespace, its rank, and where it writes its times."""
+
+
+def race(
+    joined: AbstractContextManager[list[str]], start: Start, table: Callable[[dict], pd.DataFrame], csv: Path
+) -> None:
+    """Start a worker in each namespace, wait for all, and write the table of their times."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # an exit that cleans up
-    with two_namespaces() as namespaces, tempfile.TemporaryDirectory() as folder:
+    with joined as namespaces, tempfile.TemporaryDirectory() as folder:
         if not namespaces:
             print("Skipped: network namespaces cannot be made here")
             return
         path = Path(folder) / "times.json"
-        workers = [start_worker(name, rank, path) for rank, name in enumerate(namespaces)]
+        workers = [start(name, rank, path) for rank, name in enumerate(namespaces)]
         try:
             if any([worker.wait() for worker in workers]):
                 sys.exit("a worker failed")
@@ -74,13 +86,17 @@ def main() -> None:
                 worker.kill()
         result = table(json.loads(path.read_text()))
     print(result.to_string(index=False, float_format="%.3f"))
-    write(result, args.csv)
+    write(result, csv)
+
+
+def two_namespaces() -> AbstractContextManager[list[str]]:
+    """Two joined network namespaces, or none where that is not permitted; removed afterwards."""
+    return namespaces([f"grass-{os.getpid()}-{end}" for end in "ab"], join)
 
 
 @contextmanager
-def two_namespaces() -> Iterator[list[str]]:
-    """Two joined network namespaces, or none where that is not permitted; removed afterwards."""
-    names = [f"grass-{os.getpid()}-{end}" for end in "ab"]
+def namespaces(names: list[str], join: Callable[[list[str]], None], links: Sequence[str] = ()) -> Iterator[list[str]]:
+    """What ``join`` makes: namespaces and links between them, or nothing where that is not permitted."""
     try:
         try:
             join(names)
@@ -90,8 +106,8 @@ def two_namespaces() -> Iterator[list[str]]:
             yield names
     finally:
         if shutil.which("ip"):
-            for name in names:
-                subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+            for kind, name in (*(("netns", name) for name in names), *(("link", name) for name in links)):
+                subprocess.run(["ip", kind, "del", name], stderr=subprocess.DEVNULL, check=False)
 
 
 def join(names: list[str]) -> None:
@@ -112,11 +128,11 @@ def command(*words: str) -> None:
     subprocess.run(words, check=True, stderr=subprocess.DEVNULL)
 
 
-def start_worker(namespace: str, rank: int, path: Path) -> subprocess.Popen[bytes]:
+def start_worker(script: str, address: str, namespace: str, rank: int, path: Path) -> subprocess.Popen[bytes]:
+    host, port = address.split(":")
     rest = [*sys.argv[1:], "--worker", str(rank), "--times", str(path)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "link0", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511"}
-    words = ["ip", "netns", "exec", namespace, sys.executable, __file__, *rest]
-    return subprocess.Popen(words, env=environment)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "link0", "MASTER_ADDR": host, "MASTER_PORT": port}
+    return subprocess.Popen(["ip", "netns", "exec", namespace, sys.executable, script, *rest], env=environment)
 
 
 def work(args: argparse.Namespace) -> None:
