@@ -7,8 +7,10 @@ The device is the CPU itself, with one thread for the model and one for the host
 n/8. Every contestant clips and recomputes each unit's forward in backward, the resident ones too.
 
 The rows of a regime have one link. Its rate is such that the uncached loads of a step take so many times as long as
-the resident model's whole step: ``fast`` 0.4, ``level`` 0.8, ``slow`` 3 times. ``of_link`` is the share of the step in
-which the link copies up.
+the resident model's whole step: ``fast`` 0.4, ``level`` 0.5, ``between`` 0.8, ``slow`` 3 times. At 0.5 a unit is copied
+as fast as it computes in forward, which has half of the loads and a quarter of the computing. ``of_link`` is the share
+of the step in which the link copies up.
+
 ``predicted_ms`` is what the planner's tasks take with rates that were measured on the resident model and on the link's
 own rate.
 """
@@ -39,7 +41,7 @@ from grass.offload.rates import host_rate
 from grass.training.run.models import build_llama, enable_checkpointing
 
 RANK = 1 / 8
-REGIMES = {"fast": 0.4, "level": 0.8, "slow": 3.0}
+REGIMES = {"fast": 0.4, "level": 0.5, "between": 0.8, "slow": 3.0}
 """Seconds of the link for the loads of a step, over those of the resident model's step."""
 STEPS = 3
 """Steps of a contestant before the next one's turn."""
@@ -143,7 +145,7 @@ def regime(name: str, base: nn.Module, config: object, ids: Tensor, repeats: int
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--csv", type=Path, default=Path("runs/streaming.csv"))

@@ -7,7 +7,8 @@ from page_tables.source import select
 
 LINKS = {
     "fast": "the link takes 0.4 times as long as computing",
-    "level": "the link takes 0.8 times as long",
+    "level": "the link takes 0.5 times as long: a unit is copied as fast as it computes in forward",
+    "between": "the link takes 0.8 times as long",
     "slow": "the link takes 3 times as long",
 }
 
