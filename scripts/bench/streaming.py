@@ -1,10 +1,12 @@
 """Time training steps of a model whose units visit the device, over a link that sleeps, against the resident model.
 
-    python scripts/bench/streaming.py                       # a CPU as the device, some minutes, on an idle machine
+    python scripts/bench/streaming.py                       # a CPU as the device, half an hour, on an idle machine
     python scripts/bench/streaming.py --hidden 64 --layers 4 --seq-len 16 --repeats 1   # seconds: checks that it runs
 
 The device is the CPU itself, with one thread for the model and one for the host's update. Converted layers have r = q =
-n/8. Every contestant clips and recomputes each unit's forward in backward, the resident ones too.
+n/8. Every contestant clips and recomputes each unit's forward in backward, the resident ones too. Freed memory is kept
+for the next unit, as a GPU's allocator keeps it. ``of_resident`` is the median over rounds of the resident model's
+seconds by the contestant's in the same round.
 
 The rows of a regime have one link. Its rate is such that the uncached loads of a step take so many times as long as
 the resident model's whole step: ``fast`` 0.4, ``level`` 0.5, ``between`` 0.8, ``slow`` 3 times. At 0.5 a unit is copied
@@ -18,6 +20,7 @@ own rate.
 from __future__ import annotations
 
 import copy
+import ctypes
 import statistics
 import sys
 import time
@@ -81,20 +84,31 @@ class Racer:
         self.copied = self.stream.counts.bytes - before if self.stream else 0
 
 
-def race(racers: dict[str, Racer], ids: Tensor, repeats: int) -> dict[str, float]:
-    """Let everybody train in turn, several steps at a time so that steps overlap; median seconds of a step."""
-    for racer in racers.values():
-        for _ in range(2):
-            racer.step(ids)
-        racer.seconds.clear()
-    for _ in range(repeats):
+def race(racers: dict[str, Racer], ids: Tensor, repeats: int) -> pd.DataFrame:
+    """Let everybody train in turn, several steps at a time so that steps overlap; a round's median seconds of a step.
+
+    Returns:
+        A row for each round, a column for each contestant.
+    """
+    rounds = []
+    for number in range(repeats + 1):
         for racer in racers.values():
             racer.step(ids)  # whose forward waits for nothing
-            racer.seconds.pop()
-            for _ in range(STEPS):
+            racer.seconds.clear()
+            for _ in range(STEPS if number else 1):
                 racer.step(ids)
             racer.optimizer.offload.finish()
-    return {name: statistics.median(racer.seconds) for name, racer in racers.items()}
+        rounds.append({name: statistics.median(racer.seconds) for name, racer in racers.items()})
+    return pd.DataFrame(rounds[1:])  # the first one warms up
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed: fresh pages from the system would count as time of streaming."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        trim_threshold, mmap_threshold = -1, -3
+        library.mallopt(mmap_threshold, 1 << 30)
+        library.mallopt(trim_threshold, 1 << 30)
 
 
 def regime(name: str, base: nn.Module, config: object, ids: Tensor, repeats: int) -> list[dict[str, object]]:
@@ -103,7 +117,7 @@ def regime(name: str, base: nn.Module, config: object, ids: Tensor, repeats: int
     common = {"dtype": torch.float32, "seq_len": ids.shape[1], "offload": True, "stream": True, "chunk_tokens": 0}
     plain = Setting(rank=RANK, **common)
     units = {method: visiting(METHODS[method](model, plain), model, plain) for method in ("AdamW", "Grass")}
-    resident = race({"resident": Racer(base, "Grass", None)}, ids, 1)["resident"]
+    resident = race({"resident": Racer(base, "Grass", None)}, ids, 1)["resident"].item()
     rate = units["Grass"].bytes_up / (REGIMES[name] * resident)
     half = units["Grass"].nbytes * (units["Grass"].number // 2)
     racers = {
@@ -116,7 +130,8 @@ def regime(name: str, base: nn.Module, config: object, ids: Tensor, repeats: int
     }
     settings = {"Grass, streamed": plain, "AdamW, streamed": plain}
     settings["Grass, streamed, half of the units cached"] = Setting(rank=RANK, cache=half, **common)
-    median = race(racers, ids, repeats)
+    rounds = race(racers, ids, repeats)
+    median, ratio = rounds.median(), rounds.rdiv(rounds["Grass, resident"], axis=0).median()
     inside, head = model.layers * (model.layer_matrix + model.vectors), 6 * ids.numel() * model.head
     flops = (6 + 2 * 2 * RANK) * ids.numel() * inside + head
     machine = Machine(host_rate(), rate, rate, float("inf"), "", flops / median["Grass, resident"])
@@ -130,7 +145,7 @@ def regime(name: str, base: nn.Module, config: object, ids: Tensor, repeats: int
                 "regime": name,
                 "contestant": contestant,
                 "step_ms": seconds * 1e3,
-                "of_resident": median["Grass, resident"] / seconds,
+                "of_resident": ratio[contestant],
                 "link_ms": racers[contestant].copied / rate * 1e3,
                 "of_link": racers[contestant].copied / rate / seconds,
                 "predicted_ms": step_seconds(method, held, model, planned, machine) * 1e3 if planned else None,
@@ -146,12 +161,13 @@ def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--csv", type=Path, default=Path("runs/streaming.csv"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    keep_freed_memory()
     shape = LlamaShape(args.hidden, 2 * args.hidden + args.hidden // 2, args.layers, args.hidden // 64)
     config = llama_config(shape, vocab_size=256, max_seq_len=args.seq_len)
     base = build_llama(config)
