@@ -154,7 +154,7 @@ class Options:
 
     def is_batch(self, tensor: Tensor) -> bool:
         """Whether a tensor of this group is the weight of experts."""
-        return self.experts and tensor.ndim == 3
+        return is_batch(tensor, vars(self))
 
     def dim_of(self, tensor: Tensor) -> int:
         """The dimension in which rows of a tensor of this group are selected, as a matrix or as those of experts."""
@@ -256,6 +256,11 @@ def explored_count(group: Mapping[str, Any], rank: int, size: int) -> int:
 def is_projected(tensor: Tensor, group: Mapping[str, Any]) -> bool:
     """:meth:`Options.projects` of a parameter group."""
     return group["rank"] is not None and tensor.ndim >= 2 and tensor.numel() > 0
+
+
+def is_batch(tensor: Tensor, group: Mapping[str, Any]) -> bool:
+    """:meth:`Options.is_batch` of a parameter group."""
+    return bool(group.get("experts")) and tensor.ndim == 3
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

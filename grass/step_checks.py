@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import Layers
-from grass.options import SHARED_KEYS, is_projected, settings_of
+from grass.options import SHARED_KEYS, is_batch, is_projected, settings_of
 from grass.parallel.ranks import Ranks, checksum
 from grass.parallel.shards import is_sharded
 from grass.state.schema import State
@@ -105,7 +105,7 @@ def check_gradient(p: Tensor, group: dict[str, Any]) -> None:
     """
     if group["moment_dtype"] == "8bit" and is_sharded(p):
         raise ValueError("moment_dtype='8bit' cannot be sharded: its blocks of 256 values run over rows")
-    if group["experts"] and p.ndim == 3 and is_sharded(p):
+    if is_batch(p, group) and is_sharded(p):
         raise ValueError("Experts cannot be sharded: train them with DDP, or give each rank its own experts")
     if p.grad is not None and p.grad.layout != torch.strided:
         raise TypeError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.strata import share
-from grass.options import explored_count, is_projected, resolve_dim, resolve_rank, validate
+from grass.options import explored_count, is_batch, is_projected, resolve_dim, resolve_rank, validate
 from grass.selection.exploration import resolve_explore
 
 
@@ -72,10 +72,9 @@ def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
         raise TypeError(f"GrassAdamW takes real tensors, got {tensor.dtype} of shape {tuple(tensor.shape)}")
     if not is_projected(tensor, group):
         return
-    is_batch = group["experts"] and tensor.ndim == 3
-    if is_batch:
+    if is_batch(tensor, group):
         _check_experts(group)
-    matrix = torch.empty(tensor.shape[1:] if is_batch else tensor.shape, device="meta").flatten(1)
+    matrix = torch.empty(tensor.shape[1:] if is_batch(tensor, group) else tensor.shape, device="meta").flatten(1)
     size = matrix.shape[resolve_dim(group["dim"], matrix)]
     rank = resolve_rank(group["rank"], size)
     if rank > size:

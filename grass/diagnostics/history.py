@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.registry import by_active_rows, layers_of
 from grass.diagnostics.measures import MEASURES, LayerRecord, Tracked, mean
-from grass.options import as_matrix, is_projected
+from grass.options import as_matrix, is_batch, is_projected
 from grass.state.moments import moment_dtype
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class SelectionHistory:
             names = group.get("param_names", [None] * len(group["params"]))
             for p, name in zip(group["params"], names, strict=True):
                 layer, state = layers.get(id(p)), self.optimizer.state.get(p, {})
-                whole = "indices" in state and not (group.get("experts") and p.ndim == 3)
+                whole = "indices" in state and not is_batch(p, group)
                 if layer is not None or whole:
                     shown = name.rpartition(".")[0] or name if name else f"parameter {position}"
                     yield _Selected(position, shown, p, layer, state)

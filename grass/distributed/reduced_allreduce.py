@@ -28,7 +28,7 @@ from torch import Tensor
 
 from grass.compact_mode.cycle import rademacher
 from grass.optimizer import GrassAdamW
-from grass.options import as_matrix, explored_count, is_projected, resolve_dim, resolve_rank
+from grass.options import as_matrix, explored_count, is_batch, is_projected, resolve_dim, resolve_rank
 from grass.selection.draws import sketch_generator
 from grass.selection.exploration import draw_explored, gradient_scale
 from grass.selection.projector import Projector
@@ -65,7 +65,7 @@ class ReducedAllreduceState:
                 "The reduced all-reduce needs explore below 1.0, as in explore=0.25: if all rows move, the whole "
                 "gradient has to be sent"
             )
-        if any(group["experts"] and p.ndim == 3 for group in optimizer.param_groups for p in group["params"]):
+        if any(is_batch(p, group) for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("The reduced all-reduce does not take experts in dense mode: use compact mode, or DDP")
         self.optimizer, self.refresh = optimizer, refresh
         optimizer.verify_settings()

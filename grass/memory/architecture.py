@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from grass.compact_mode.conversion import convertible
-from grass.memory.kinds import LOGIT_SCALES, check_blocks, check_kind, learned_positions
+from grass.labels import changes_logits
+from grass.memory.kinds import check_blocks, check_kind, learned_positions
 from grass.memory.tracing import Tracer, blocks_of
 from grass.targets import expert_weights, matched_modules
 
@@ -95,7 +96,7 @@ class Architecture:
             tied=head is embedding,
             window=getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None,
             positions=learned_positions(model),
-            scales_logits=any(getattr(config, name, None) is not None for name in LOGIT_SCALES),
+            scales_logits=changes_logits(config) is not None,
             tracer=Tracer(config),
         )
 

@@ -9,9 +9,6 @@ from torch import nn
 from grass.compact_mode.conversion import convertible
 from grass.targets import is_linear
 
-LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Fields of configurations whose models do more to their logits than their head: their loss cannot be chunked."""
-
 
 def check_kind(config: Any) -> None:
     """Refuse models that are no stack of decoder blocks, or whose memory depends on the data.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
 
 from grass.memory.llama import llama_config
 from grass.training.run.chunked_loss import IGNORED, chunk_loss, chunked_cross_entropy
@@ -103,6 +103,24 @@ def test_errors():
         chunk_loss(model, 0)
     with pytest.raises(ValueError, match="chunk_tokens=0: must be >= 1"):
         chunked_cross_entropy(torch.zeros(1, 2), torch.zeros(1).long(), nn.Linear(2, 3), chunk_tokens=0)
-    model.config.logit_scale = 0.5
-    with pytest.raises(ValueError, match="changes its logits"):
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("final_logit_softcapping", 1.0), ("logit_scale", 0.5), ("logits_scaling", 8.0)]
+)
+def test_changed_logits_are_refused(field, value):
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11))
+    setattr(model.config, field, value)
+    with pytest.raises(ValueError, match=f"changes its logits \\({field}\\)"):
         chunk_loss(model, 4)
+
+
+def test_logits_scaled_by_one_are_those_of_the_head():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = GraniteForCausalLM(GraniteConfig(**sizes, logits_scaling=1.0))
+    ids = torch.randint(11, (2, 6))
+    expected = model(input_ids=ids, labels=ids).loss
+    chunk_loss(model, 4)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from grass.distributed.parallel_2d.mesh import Grid
+from grass.labels import changes_logits
 
 ARCHITECTURES = ("llama", "mistral", "olmo2", "qwen2", "qwen3", "starcoder2")
 """``model_type`` of the decoders whose logits the tests compare. Others may split fused projections or norm whole
@@ -92,9 +93,8 @@ def check_model(model: Any, grid: Grid) -> None:
         raise TypeError("Some parameters are frozen: call parallelize_2d before grass.compact")
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         raise TypeError("The head is tied to the embedding: build the model with tie_word_embeddings=False")
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise TypeError(f"{type(model).__name__} changes its logits ({name}): not for a grid")
+    if (name := changes_logits(config)) is not None:
+        raise TypeError(f"{type(model).__name__} changes its logits ({name}): not for a grid")
     if not type(model).forward.__module__.startswith("transformers."):
         raise TypeError(f"{type(model).__name__} has a forward of its own: a grid computes that of transformers")
     _check_config(config)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from grass.labels import IGNORED, next_tokens
+from grass.labels import IGNORED, changes_logits, next_tokens
 
 
 def chunked_cross_entropy(
@@ -56,9 +56,8 @@ def chunk_loss(model: PreTrainedModel, chunk_tokens: int) -> None:
     """
     if chunk_tokens < 1:
         raise ValueError(f"Invalid {chunk_tokens=}: must be >= 1")
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(model.config, name, None) is not None:
-            raise ValueError(f"{type(model).__name__} changes its logits ({name}): its loss cannot be chunked")
+    if (name := changes_logits(model.config)) is not None:
+        raise ValueError(f"{type(model).__name__} changes its logits ({name}): its loss cannot be chunked")
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
