@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from grass.parallel.ranks import Ranks
 
-all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
 
 WEIGHT = (Shard(1), Shard(0))
@@ -121,8 +121,12 @@ def _ranks(mesh: DeviceMesh) -> Ranks:
 def _gather(x: Tensor, group: Any, size: int) -> Tensor:
     if size == 1:
         return x.unsqueeze(0)
-    gathered: Tensor = all_gather(x.contiguous().unsqueeze(0), 0, group)
-    return gathered
+    gathered = x.new_empty(size, *x.shape)
+    with collectives.allow_inflight_collective_as_graph_input_ctx():  # whoever reads it can wait for it
+        # not by the functional all_gather: of two on their way in one gloo group, torch 2.13 mixes up the memory
+        all_gather(gathered, x.contiguous().unsqueeze(0), group, async_op=True)
+    coming: Tensor = collectives.AsyncCollectiveTensor(gathered)
+    return coming
 
 
 def _scatter(x: Tensor, group: Any) -> Tensor:
