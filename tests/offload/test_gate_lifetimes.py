@@ -199,17 +199,26 @@ def wrap_layers(model: Any) -> Any:
     return model
 
 
+EAGER_STEPS = [
+    ("dense", compile_whole, 0),
+    ("compact", compile_whole, 2),
+    ("compact", compile_in_place, 0),
+    ("dense", compile_layers, 2),
+    ("compact", wrap_layers, 0),
+    ("dense", wrap_layers, 2),
+]
+"""Each way to compile, in one of the modes or both, from the start or after so many steps."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [False, True], ids=["from the start", "after two steps"])
-@pytest.mark.parametrize("compiled", [compile_whole, compile_in_place, compile_layers, wrap_layers])
-@pytest.mark.parametrize("mode", ["dense", "compact"])
-def test_compiled(mode: str, compiled: Callable[[Any], Any], late: bool, tiny_llama: Build) -> None:
+@pytest.mark.parametrize(("mode", "compiled", "before"), EAGER_STEPS)
+def test_compiled(mode: str, compiled: Callable[[Any], Any], before: int, tiny_llama: Build) -> None:
     results = []
     for offload in (None, SLOW):
         torch.compiler.reset()
         plain = tiny_llama()
         optimizer = optimizer_for(plain, mode, offload)
-        losses = steps(plain, optimizer, 2) if late else []
+        losses = steps(plain, optimizer, before)
         model = compiled(plain)
         losses += [value for i in range(3) for value in (step(model, optimizer, i), evaluated(model))]
         step(model, optimizer, 5)
