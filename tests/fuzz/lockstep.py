@@ -25,6 +25,8 @@ OBSERVE: Action = ("state", {"what": "both"})
 
 def in_lockstep(setting: Setting, place: Place, actions: list[Action], *, late: bool = False) -> None:
     """Do the same with a plain model and one that lies elsewhere, and compare what is seen."""
+    if setting.mode == "attached":
+        place = Place(place.stream or (), None)
     moves = [arguments["place"] for name, arguments in actions if name == "move"]
     in_files = any(dict(each.stream or ()).get("path") for each in (place, *moves))
     setting = comparable(setting) if in_files else setting

@@ -104,7 +104,11 @@ class Run(Loop):
         return loss.item(), dict(twin.state_dict())
 
     def go_on_as_copy(self) -> None:
-        self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
+        if self.setting.mode == "attached":  # hooks of an optimizer are not copied
+            self.model = copy.deepcopy(self.model)
+            self.new_optimizer(loaded=True)
+        else:
+            self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
         self.stream = None
         self.stream_again()
 
@@ -112,15 +116,15 @@ class Run(Loop):
         """Another optimizer for the same model, which goes on from the state of the old one or begins."""
         state = copy.deepcopy(self.optimizer.state_dict())
         self.optimizer.zero_grad()
-        shape = [len(group["params"]) for group in state["param_groups"]]
+        sizes = _sizes(self.optimizer)
         self.optimizer = self.setting.optimizer(self.model, self.place.offloaded(self.directory))
         self.saved = {}
-        if loaded and shape == [len(group["params"]) for group in self.optimizer.param_groups]:
+        if loaded and sizes == _sizes(self.optimizer):
             self.optimizer.load_state_dict(state)
 
     def expand(self, *, streamed_first: bool) -> None:
         """Undo the conversion and begin again."""
-        if self.setting.mode != "compact":
+        if self.setting.mode not in ("compact", "attached"):
             return
         self.optimizer.zero_grad()
         self.close()
@@ -138,3 +142,7 @@ class Run(Loop):
 
 def _named(what: str) -> list[str]:
     return ["model", "optimizer"] if what == "both" else [what]
+
+
+def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]

@@ -14,6 +14,26 @@ from grass import GrassAdamW, Offload
 from tests.fuzz.models import Network
 
 
+ATTACHED_OPTIONS = ("update_interval", "selection", "state_policy", "refresh")
+
+
+class Attached(torch.optim.AdamW):
+    """Another optimizer on active rows; its state dict has the attachment's beside its own."""
+
+    offload = None
+
+    def attach(self, model: nn.Module, **options: Any) -> Attached:
+        self.attachment = grass.attach(self, model, **options)
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": super().state_dict(), "attachment": self.attachment.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["optimizer"])
+        self.attachment.load_state_dict(state_dict["attachment"])
+
+
 @dataclass(frozen=True)
 class Setting:
     """What both copies have in common."""
@@ -36,17 +56,20 @@ class Setting:
         return model
 
     def convert(self, model: nn.Module) -> None:
-        if self.mode == "compact":
+        if self.mode in ("compact", "attached"):
             dtype = torch.float32 if self.weights == "bfloat16 under float32" else None
             int8 = "int8" if self.weights == "int8" else None
             grass.compact(model, rank=self.rank, explore=self.explore, dim=self.dim, dtype=dtype, weights=int8)
 
-    def optimizer(self, model: nn.Module, offload: Offload | None) -> GrassAdamW:
+    def optimizer(self, model: nn.Module, offload: Offload | None) -> GrassAdamW | Attached:
         common: dict[str, Any] = {"lr": 3e-2, "offload": offload}
+        if self.mode == "attached":
+            options: dict[str, Any] = {name: value for name, value in self.options if name in ATTACHED_OPTIONS}
+            return Attached([p for p in model.parameters() if p.requires_grad], lr=3e-2).attach(model, **options)
         if self.mode == "full":
             return GrassAdamW([p for p in model.parameters() if p.requires_grad], **common)
         if self.mode == "dense":
-            options: dict[str, Any] = {"dim": self.dim, "explore": self.explore, **dict(self.options)}
+            options = {"dim": self.dim, "explore": self.explore, **dict(self.options)}
             return GrassAdamW(grass.param_groups(model, rank=self.rank, **options), **common)
         return GrassAdamW(model, **common, **dict(self.options))
 

@@ -33,7 +33,7 @@ def settings_of() -> st.SearchStrategy[Setting]:
     return st.builds(
         Setting,
         model=st.sampled_from(["chain", "tied", "experts"]),
-        mode=st.sampled_from(["compact", "compact", "compact", "dense", "full"]),
+        mode=st.sampled_from(["compact", "compact", "compact", "dense", "full", "attached"]),
         weights=st.sampled_from(["float32", "float32", "int8", "bfloat16", "bfloat16 under float32"]),
         rank=st.sampled_from([1, 2]),
         explore=st.sampled_from([0, 0, 2]),
@@ -44,10 +44,12 @@ def settings_of() -> st.SearchStrategy[Setting]:
 
 
 def allowed(setting: Setting) -> Setting:
-    """The setting, without what experts do not take."""
+    """The setting, without what experts and other optimizers do not take."""
     changes: dict[str, Any] = {}
+    if setting.mode == "attached" and dict(setting.options)["state_policy"] == "bank":
+        changes = {"state_policy": "keep"}
     if setting.model == "experts":
-        changes = {"moment_dtype": "float32", "decay": "selected"}
+        changes |= {"moment_dtype": "float32", "decay": "selected"}
     return Setting(**{**vars(setting), "options": tuple({**dict(setting.options), **changes}.items())})
 
 
