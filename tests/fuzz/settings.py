@@ -13,7 +13,6 @@ import grass
 from grass import GrassAdamW, Offload
 from tests.fuzz.models import Network
 
-
 ATTACHED_OPTIONS = ("update_interval", "selection", "state_policy", "refresh")
 
 
