@@ -176,3 +176,22 @@ def test_distributed_is_imported_when_it_is_used() -> None:
         "assert not hasattr(grass, 'distributd')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("mode", ["full", "dense", "compact"])
+def test_a_graph_from_before_the_step_is_refused(mode: str, offload: str | None) -> None:
+    """As with torch's own optimizers: its backward would compute with weights of which some have been stepped."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    params: Any = model.parameters()
+    if mode == "compact":
+        grass.compact(model, rank=2)
+        params = model
+    elif mode == "dense":
+        params = grass.param_groups(model, rank=2)
+    optimizer = GrassAdamW(params, lr=0.1, offload=offload)
+    first, second = (model(torch.randn(4, 8)).square().mean() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()

@@ -118,8 +118,28 @@ class Visits:
             kwargs = {key: _without_cache(value) for key, value in kwargs.items()}
         anchor = torch.empty(0, device=self._loader.device)  # by it checkpoint knows whose random state to keep
         self._turns.pass_on()
-        out = checkpoint(self._computation(own, args, kwargs), anchor, use_reentrant=False)
+        out = checkpoint(self._checked(self._computation(own, args, kwargs)), anchor, use_reentrant=False)
         return self._turns.at_backward(out)
+
+    def _checked(self, compute: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """The computation, which fails in backward if the unit has been stepped since it ran."""
+        before: list[int] = []
+
+        def checked(anchor: Tensor) -> Any:
+            if before and before != self._versions():
+                raise RuntimeError(
+                    f"The parameters of {self._unit.name} have changed between forward and backward, which would "
+                    "compute with the new ones: call backward before optimizer.step()"
+                )
+            out = compute(anchor)
+            before[:] = self._versions()
+            return out
+
+        return checked
+
+    def _versions(self) -> list[int]:
+        """Of the parameters that train."""
+        return [p._version for p in self._unit.module.parameters() if p.requires_grad]
 
     def _computation(self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[[Tensor], Any]:
         """The computation with these inputs. Activations among them may go to the host until it runs again."""

@@ -89,3 +89,24 @@ def test_rows_changed_by_hand_that_an_evaluation_sees_first(dim: int, mode: str,
         return seen + train(model, optimizer, 2, 2), model.state_dict()
 
     assert same(run(True), run(False))
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("mode", ["full", "dense", "compact"])
+def test_a_forward_from_before_the_step_is_refused(mode: str, offload: str | None) -> None:
+    """Its backward computes the forward again, which would be another one."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    params: Any = model.parameters()
+    if mode == "compact":
+        grass.compact(model, rank=2)
+        params = model
+    elif mode == "dense":
+        params = grass.param_groups(model, rank=2)
+    optimizer = grass.GrassAdamW(params, lr=0.1, offload=offload)
+    grass.stream(model, "cpu")
+    first, second = (model(torch.randn(4, 8)).square().mean() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="have changed between forward and backward"):
+        second.backward()
