@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from grass.offload.executor import Executor
 from grass.offload.home import Home
 from grass.offload.link import Link
+from grass.offload.options import Offload
 from grass.streaming.boundary import Boundaries
 from grass.streaming.gradients import Gradients
 from grass.streaming.host import HostUnit
@@ -76,6 +77,7 @@ def stream(
         RuntimeError: while training: a copy has failed or takes longer than the deadline.
     """
     _check(model, cache, offload_activations)
+    Offload(path=path, bytes_per_second=bytes_per_second, deadline=deadline)  # checks them
     device, home = _device(device), Home(path)
     found = find_units(model, units)
     shared = _shared(model, list(found.values()))
@@ -130,12 +132,14 @@ class Stream:
             The sum of the losses, detached.
 
         Raises:
-            TypeError: the micro-batches are no list, or ``loss_fn`` returns no tensor.
-            ValueError: there are no micro-batches.
+            TypeError: the micro-batches are no list, ``loss_fn`` is no function or returns no tensor.
+            ValueError: there are no micro-batches, or ``loss_fn`` returns no scalar or one without a gradient.
             RuntimeError: gradients are disabled, the stream is closed, or ``loss_fn`` calls this method.
         """
         if not isinstance(microbatches, (list, tuple)):
             raise TypeError(f"microbatches must be a list or a tuple, got {type(microbatches).__name__}")
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
         if not microbatches:
             raise ValueError(f"Invalid {microbatches=}: must be at least one")
         if not torch.is_grad_enabled():

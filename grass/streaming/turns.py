@@ -42,8 +42,7 @@ class Turns:
                 with surroundings.again():
                     self._wait()
                     loss = loss_of(batches[number])
-                    if not isinstance(loss, Tensor):
-                        raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
+                    _check_loss(loss)
                     losses[number] = loss.detach()
                     loss.backward()  # type: ignore[no-untyped-call]
             except BaseException as error:
@@ -97,6 +96,16 @@ class Turns:
             if self._fault is None:
                 self._fault = error
             self._changed.notify_all()
+
+
+def _check_loss(loss: Any) -> None:
+    """Raise an error for what backward cannot begin with."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ValueError(f"loss_fn must return a scalar, got a tensor of shape {tuple(loss.shape)}")
+    if not loss.requires_grad:
+        raise ValueError("loss_fn must return a loss with a gradient: it is detached, or nothing that it reads trains")
 
 
 class _Stopped(RuntimeError):

@@ -112,6 +112,12 @@ def test_misuse() -> None:
         stream.step(batch, loss_of)
     with pytest.raises(TypeError, match="must return a tensor"):
         stream.step([batch], lambda ids: 1.0)
+    with pytest.raises(TypeError, match="must be a function, got int"):
+        stream.step([batch], 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"must return a scalar, got a tensor of shape \(2,\)"):
+        stream.step([batch], lambda ids: loss_of(ids).repeat(2))
+    with pytest.raises(ValueError, match="a loss with a gradient"):
+        stream.step([batch], lambda ids: loss_of(ids).detach())
     with pytest.raises(RuntimeError, match="must not call"):
         stream.step([batch], lambda ids: stream.step([ids], loss_of))
     assert torch.isfinite(stream.step([batch], loss_of))
