@@ -33,6 +33,9 @@ class Streamed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's own forward, on the device."""
+        kind: Any = type(self)
+        if not issubclass(kind, Streamed):
+            raise RuntimeError("The stream was closed between this forward and its backward")
         own = self._computing or super().forward
         if self._visits is None:
             return own(*args, **kwargs)

@@ -110,3 +110,16 @@ def test_a_forward_from_before_the_step_is_refused(mode: str, offload: str | Non
     optimizer.step()
     with pytest.raises(RuntimeError, match="have changed between forward and backward"):
         second.backward()
+
+
+def test_closed_between_forward_and_backward(tiny_llama: Any) -> None:
+    """Checkpoints of transformers would compute a unit's forward again."""
+    model = tiny_llama()
+    model.activation_checkpointing_enable()
+    stream = grass.stream(model, "cpu")
+    ids = torch.arange(16).view(1, 16)
+    loss = model(input_ids=ids, labels=ids).loss
+    stream.close()
+    with pytest.raises(RuntimeError, match="closed between"):
+        loss.backward()
+    model(input_ids=ids, labels=ids).loss.backward()
