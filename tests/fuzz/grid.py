@@ -37,7 +37,6 @@ class OnGrid:
     compact: bool = True
     rank: float = 0.25
     explore: float = 0.25
-    dtype: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -53,8 +52,7 @@ class GridRun:
 
     def convert(self, seed: int) -> None:
         if self.setting.compact:
-            dtype = torch.float64 if self.setting.dtype else None
-            grass.compact(self.model, rank=self.setting.rank, explore=self.setting.explore, seed=seed, dtype=dtype)
+            grass.compact(self.model, rank=self.setting.rank, explore=self.setting.explore, seed=seed)
 
     def begin(self) -> None:
         params: Any = self.model if self.setting.compact else self.model.parameters()
