@@ -17,6 +17,7 @@ from torch.nn import Parameter
 import grass
 from grass import GrassAdamW
 from tests.compact.networks import Network, batches, train
+from tests.offload.models import optimizer_for
 from tests.reference import gradients_for, run
 
 CHANGES: dict[str, tuple[dict[str, Any], str, Any, str]] = {
@@ -178,18 +179,12 @@ def test_distributed_is_imported_when_it_is_used() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("offload", [None, grass.Offload()], ids=["resident", "offloaded"])
 @pytest.mark.parametrize("mode", ["full", "dense", "compact"])
-def test_a_graph_from_before_the_step_is_refused(mode: str, offload: str | None) -> None:
+def test_a_graph_from_before_the_step_is_refused(mode: str, offload: grass.Offload | None) -> None:
     """As with torch's own optimizers: its backward would compute with weights of which some have been stepped."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    params: Any = model.parameters()
-    if mode == "compact":
-        grass.compact(model, rank=2)
-        params = model
-    elif mode == "dense":
-        params = grass.param_groups(model, rank=2)
-    optimizer = GrassAdamW(params, lr=0.1, offload=offload)
+    optimizer = optimizer_for(model, mode, offload)
     first, second = (model(torch.randn(4, 8)).square().mean() for _ in range(2))
     first.backward()
     optimizer.step()

@@ -141,7 +141,7 @@ class Visits:
         return checked
 
     def _versions(self) -> list[int]:
-        """Of the parameters that train."""
+        """The versions of the parameters that train."""
         return [p._version for p in self._unit.module.parameters() if p.requires_grad]
 
     def _computation(self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[[Tensor], Any]:

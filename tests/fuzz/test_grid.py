@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from tests.distributed.world import run_world
 from tests.fuzz.grid import EVALUATIONS, OnGrid, in_lockstep
 from tests.fuzz.run import WRITES
+from tests.fuzz.test_between_steps import BOOLS, NUMBERS, WHATS, action
 
-NUMBERS = st.integers(0, 40)
-BOOLS = st.booleans()
-WHATS = st.sampled_from(["model", "optimizer", "both"])
 OPTIONS = st.fixed_dictionaries(
     {
         "update_interval": st.sampled_from([2, 3]),
@@ -32,10 +30,6 @@ SETTINGS = st.builds(
     explore=st.sampled_from([0, 0.25]),
     options=OPTIONS,
 )
-
-
-def action(name: str, **arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
-    return st.tuples(st.just(name), st.fixed_dictionaries(arguments))
 
 
 TRAIN = action(

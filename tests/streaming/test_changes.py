@@ -17,6 +17,7 @@ from grass.streaming.host import HostUnit
 from grass.streaming.loader import Loader
 from grass.streaming.order import FORWARD
 from tests.compact.networks import compact_layers
+from tests.offload.models import optimizer_for
 from tests.offload.training import same
 from tests.streaming.models import Network, build, train
 
@@ -91,19 +92,13 @@ def test_rows_changed_by_hand_that_an_evaluation_sees_first(dim: int, mode: str,
     assert same(run(True), run(False))
 
 
-@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("offload", [None, grass.Offload()], ids=["resident", "offloaded"])
 @pytest.mark.parametrize("mode", ["full", "dense", "compact"])
-def test_a_forward_from_before_the_step_is_refused(mode: str, offload: str | None) -> None:
+def test_a_forward_from_before_the_step_is_refused(mode: str, offload: grass.Offload | None) -> None:
     """Its backward computes the forward again, which would be another one."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
-    params: Any = model.parameters()
-    if mode == "compact":
-        grass.compact(model, rank=2)
-        params = model
-    elif mode == "dense":
-        params = grass.param_groups(model, rank=2)
-    optimizer = grass.GrassAdamW(params, lr=0.1, offload=offload)
+    optimizer = optimizer_for(model, mode, offload)
     grass.stream(model, "cpu")
     first, second = (model(torch.randn(4, 8)).square().mean() for _ in range(2))
     first.backward()
