@@ -80,7 +80,9 @@ class GrassAdamW(Optimizer):
         seed: seed of the sampling rules. Selection depends only on it, the parameter's place in the groups and the
             number of refreshes so far, never on the global generators.
         maximize: ascend.
-        decay: ``"selected"`` decays the rows that move, ``"all"`` whole weights.
+        decay: ``"selected"`` decays the rows that move: selected ones by ``lr weight_decay``, explored ones by
+            ``(n - r) / q`` times as much, so that over many steps every row decays as under AdamW. ``"all"`` decays
+            whole weights in each step.
         explore: number of other rows that move in each step, without state: a count, or a fraction of the selected
             dimension, cut to the rows there are (:mod:`grass.selection.exploration`). ``1.0`` moves all of them, 0
             none. ``None`` is ``1.0`` in dense mode, 0 with ``replacement=True``, and the number that the layers were

@@ -190,3 +190,24 @@ def test_compiled_equals_operators(dim: int, layout: str, policy: str, threads: 
     for our, same, their in zip(ours, again, theirs, strict=True):
         torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-5)  # float32 sums in another order
         assert torch.equal(our, same)
+
+
+@pytest.mark.parametrize("fused", [False, None])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("explore", [2, 1.0], ids=["two", "all"])
+def test_decay_of_every_row_is_adamws_on_average(explore: int | float, dim: int, fused: bool | None) -> None:
+    """Without gradients rows only decay: explored ones as much more as they are explored less often."""
+    size, rank, lr, decay, steps = 10, 4, 1e-2, 0.1, 400
+    weight = Parameter(torch.ones(*((size, 3) if dim == 0 else (3, size)), dtype=torch.float32))
+    options = {"update_interval": 50, "selection": "uniform", "weight_decay": decay, "lr": lr, "eps": 1e-8}
+    optimizer = GrassAdamW([weight], rank=rank, dim=dim, explore=explore, fused=fused, **options)
+    seen = weight.detach().clone()
+    factors = {1.0, 1 - lr * decay, 1 - lr * decay * (size - rank) / 2} if explore == 2 else {1 - lr * decay}
+    for _ in range(steps):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        quotients = (weight.detach() / seen).movedim(dim, 0)[:, 0]
+        assert all(min(abs(q - f) for f in factors) < 1e-6 for q in quotients.tolist())  # float32
+        seen = weight.detach().clone()
+    expected = (1 - lr * decay) ** steps
+    assert float(seen.log().mean().exp()) == pytest.approx(expected, rel=0.01)  # draws, the squares of the factors

@@ -47,6 +47,10 @@ class Explored(Protocol):
         """How many times as far as the selected rows they move."""
 
     @property
+    def turns(self) -> float:
+        """How many times as much as the selected rows they decay (:func:`grass.selection.exploration.turns`)."""
+
+    @property
     def indices(self) -> Tensor | None:
         """int64 ``(q,)``; ``None``: all rows that are not selected."""
 

@@ -8,7 +8,8 @@ others are drawn at random. With ``D`` the AdamW direction of the selected rows 
     W_i  <- W_i - lr scale reach U_i / |U_i| mean_k |D_k|
 
 An explored row moves ``reach = min((n - r) / q, 6 sqrt(q / n))`` times as far as the selected rows do on average,
-because it rests in other steps; at least as far as they do. With ``q = n - r`` every row moves and ``reach`` is 1. No
+because it rests in other steps; at least as far as they do. With ``q = n - r`` every row moves and ``reach`` is 1. It
+decays ``(n - r) / q`` times as much as a selected row, so that over many steps every row decays as under AdamW. No
 state is kept. Scaling the rest of the gradient like its low-rank part is Fira's idea (Chen et al., 2024, arXiv
 2410.01623, section 4); setting each row's length, and drawing the rows, are ours. ``docs/quality.md`` has the
 measurements.
@@ -53,7 +54,12 @@ def reach(size: int, rank: int, count: int) -> float:
     noise of a move grows with its length, and moves of few rows trained better when they were shorter
     (``docs/quality.md``); hence the limit, which is 3 where a quarter is explored, and never below 1.
     """
-    return min((size - rank) / count, max(1.0, LIMIT * math.sqrt(count / size)))
+    return min(turns(size, rank, count), max(1.0, LIMIT * math.sqrt(count / size)))
+
+
+def turns(size: int, rank: int, count: int) -> float:
+    """``(n - r) / q``: in one of so many steps a row that is not selected is explored, on average."""
+    return (size - rank) / count
 
 
 def gradient_scale(size: int, rank: int, count: int) -> float:
@@ -62,7 +68,7 @@ def gradient_scale(size: int, rank: int, count: int) -> float:
     The squared norm of selected and explored rows then has the whole gradient's as its expectation. The length of the
     move is set, so the factor does not change it.
     """
-    return math.sqrt((size - rank) / count)
+    return math.sqrt(turns(size, rank, count))
 
 
 def draw_explored(

@@ -19,7 +19,7 @@ from torch import Tensor
 from grass import kernels
 from grass.cpu import kernel as cpu_kernel
 from grass.kernels.dispatch import runs_triton, wants_triton
-from grass.stepping.explored import step_explored
+from grass.stepping.explored import decay_explored, step_explored
 from grass.stepping.group import GroupStep, Numbers, is_half
 from grass.stepping.operators import step_by_operators
 from grass.stepping.rows import Rows
@@ -31,6 +31,7 @@ def step_rows(step: GroupStep, every: Iterable[Rows]) -> None:
     triton: dict[str, bool] = {}
     for rows in every:
         numbers = _numbers(step, rows)
+        decay_explored(step, rows, numbers)
         explores_here = rows.explored is not None and type(rows.explored.grad) is Tensor  # not sharded
         if _takes_kernel(step, rows, triton):
             _step_by_kernel(step, rows, numbers)
@@ -49,9 +50,13 @@ def step_rows(step: GroupStep, every: Iterable[Rows]) -> None:
 
 def _numbers(step: GroupStep, rows: Rows) -> Numbers:
     numbers = step.numbers(rows.state)
-    if rows.in_weight and step.options.decay == "all":  # the whole weight has been decayed already
-        return numbers._replace(shrink=1.0)
-    return numbers
+    return numbers._replace(shrink=1.0) if decays_whole(step, rows) else numbers
+
+
+def decays_whole(step: GroupStep, rows: Rows) -> bool:
+    """Whether the whole weight is decayed before the step of its rows: all of them decay, and in dense mode."""
+    every = rows.explored is not None and rows.explored.indices is None
+    return rows.in_weight and (every or step.options.decay == "all") and step.options.weight_decay != 0
 
 
 def _takes_kernel(step: GroupStep, rows: Rows, triton: dict[str, bool]) -> bool:

@@ -9,7 +9,6 @@ from grass.compact_mode.layer import CompactLayer
 from grass.parallel.shards import local
 from grass.state.bank_exchange import BankExchange
 from grass.state.policies import Policy, policy_of
-from grass.state.precision import shrink_
 from grass.stepping.backends import step_rows
 from grass.stepping.experts import count_step, has_tokens, place_of, state_of
 from grass.stepping.group import GroupStep, Member, count
@@ -28,7 +27,6 @@ def step_active(step: GroupStep, every: list[Active]) -> None:
         for member, layer in begun:
             shrink, key = step.numbers(member.state).shrink, step.value_key(member.position, member.state)
             layer.decay_(shrink, key)
-            shrink_(layer.explored_part(layer.rows()), shrink, key)
     step_rows(step, every_rows)
     for member, layer in begun:
         if layer.scale() is not None:
@@ -65,7 +63,7 @@ def _rows(member: Member, layer: CompactLayer) -> CompactRows:
     grads, stepped = layer.parts(own), layer.parts(values)
     indices, others = layer.chosen.split_with_sizes(layer.counts())
     of_others = grads[1] if own is grad else layer.explored_part(grad)  # sharded: lengths are summed over the ranks
-    explored = CompactExplored(of_others, layer.reach, others, stepped[1])
+    explored = CompactExplored(of_others, layer.reach, layer.gradient_scale**2, others, stepped[1])
     return CompactRows(weight, indices, layer.dim, grads[0], stepped[0], state, index, explored)
 
 
@@ -87,7 +85,7 @@ def _of_expert(rows: CompactRows, expert: int, experts: int) -> CompactRows:
     dim, explored = rows.dim, rows.explored
     if explored is not None:
         grad, indices, values = part(explored.grad, dim), part(explored.indices, 0), part(explored.values, dim)
-        explored = CompactExplored(grad, explored.reach, indices, values)
+        explored = CompactExplored(grad, explored.reach, explored.turns, indices, values)
     state, place = state_of(rows.state, expert, experts, dim), place_of(rows.index, expert)
     own = part(rows.indices, 0), dim, part(rows.grad, dim), part(rows.values, dim)
     return CompactRows(rows.weight, *own, state, place, explored)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from grass.options import as_matrix
 from grass.parallel.shards import check_shards, local, row_norms
-from grass.selection.exploration import draw_explored, reach
+from grass.selection.exploration import draw_explored, reach, turns
 from grass.selection.rules import needs_norms
 from grass.state.bank_exchange import BankExchange
 from grass.state.policies import policy_of
 from grass.state.precision import shrink_
 from grass.state.refresh import Outcome, refresh, refresh_due
 from grass.state.schema import MOMENTS
-from grass.stepping.backends import step_rows
+from grass.stepping.backends import decays_whole, step_rows
 from grass.stepping.experts import count_step, has_tokens, place_of, put_moments, state_of
 from grass.stepping.group import GroupStep, Member, count
 from grass.stepping.rows import DenseExplored, DenseRows
@@ -33,8 +33,8 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
     exchange.finish()
     every = [rows for member in stepped for rows in _rows(step, member)]
     count([member.state for member in stepped if not step.options.is_batch(member.parameter)])
-    if step.options.decay == "all":
-        for rows in every:
+    for rows in every:
+        if decays_whole(step, rows):
             shrink_(rows.stepped(), step.numbers(rows.state).shrink, step.value_key(rows.index, rows.state))
     step_rows(step, every)
     for rows in every:
@@ -94,7 +94,7 @@ def _rows_of_expert(member: Member, expert: int, experts: int, explored: DenseEx
     if explored is not None:
         drawn = explored.indices
         indices = None if drawn is None else drawn.view(experts, -1)[expert] - first
-        explored = DenseExplored(grad[expert], explored.reach, indices)
+        explored = DenseExplored(grad[expert], explored.reach, explored.turns, indices)
     place = place_of(position, expert)
     finish = partial(put_moments, state, own, expert, experts, dim)
     return DenseRows(weight, own["indices"] - first, None, dim, grad[expert], own, place, explored, finish)
@@ -111,7 +111,8 @@ def _explored(step: GroupStep, member: Member, experts: int) -> DenseExplored | 
     if count < size - rank:
         key = options.seed, member.position, state["step"]
         drawn = draw_explored(state["indices"], size, count, *key, experts)
-    return DenseExplored(member.grad, reach(size, rank, count), drawn)
+    sizes = size, rank, count
+    return DenseExplored(member.grad, reach(*sizes), turns(*sizes), drawn)
 
 
 def _copy_back(part: Tensor, matrix: Tensor) -> None:

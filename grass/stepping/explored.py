@@ -15,9 +15,26 @@ from torch import Tensor
 from grass.kernels import move_factors, move_rows_, row_norms
 from grass.parallel.shards import summed
 from grass.selection.projector import Projector
-from grass.state.precision import read_moments
+from grass.state.precision import read_moments, shrink_
 from grass.stepping.group import GroupStep, Numbers
 from grass.stepping.rows import Rows
+
+
+def decay_explored(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
+    """Decay the explored rows of a weight before they move; with ``decay="all"`` once, as the selected ones."""
+    explored = rows.explored
+    if explored is None or numbers.shrink == 1.0:
+        return
+    turns = 1.0 if step.options.decay == "all" else explored.turns
+    factor, key = max(0.0, 1 - (1 - numbers.shrink) * turns), step.value_key(rows.index, rows.state)
+    if explored.values is not None:
+        shrink_(explored.values, factor, key)
+        return
+    place = rows.explored_place()
+    projector = Projector(place.indices, None, rows.dim)
+    values = projector.gather(place.weight)
+    shrink_(values, factor, key)
+    projector.scatter_(place.weight, values)
 
 
 def step_explored(step: GroupStep, rows: Rows, numbers: Numbers) -> None:

@@ -111,6 +111,7 @@ class DenseExplored:
     values: ClassVar[None] = None
     grad: Tensor
     reach: float
+    turns: float
     indices: Tensor | None
 
 
@@ -174,6 +175,7 @@ class CompactExplored:
 
     grad: Tensor
     reach: float
+    turns: float
     indices: Tensor
     values: Tensor
 

@@ -73,6 +73,7 @@ class Cell:
             selection.
         optimizer: and its hyperparameters; its own ``seed`` is that of the cell.
         clip: largest norm of the gradient; 0 does not clip.
+        autocast: compute in bfloat16, in pretraining. ``False`` suits CPUs without instructions for it.
     """
 
     task: str = "pretrain"
@@ -81,6 +82,7 @@ class Cell:
     seed: int
     optimizer: OptimizerConfig
     clip: float = 1.0
+    autocast: bool = True
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -93,6 +95,8 @@ class Cell:
             raise ValueError(f"Invalid steps={self.steps}: must be a positive multiple of {CURVE_POINTS}")
         if self.clip < 0:
             raise ValueError(f"Invalid clip={self.clip}: must be >= 0, where 0 does not clip")
+        if self.task != "pretrain" and not self.autocast:
+            raise ValueError(f"Invalid autocast={self.autocast} for task={self.task}: only pretraining can do without")
         if self.seed != self.optimizer.seed:
             raise ValueError(f"Invalid seed={self.optimizer.seed} of the optimizer in a cell with seed={self.seed}")
 
@@ -101,7 +105,7 @@ class Cell:
         """The learning rate and what differs from the defaults, as in ``"lr=0.003 rank=0.125"``."""
         fields = (field for field in dataclasses.fields(self.optimizer) if field.name not in NOT_SETTINGS)
         values = [(field.name, getattr(self.optimizer, field.name), _default(field)) for field in fields]
-        values.append(("clip", self.clip, Cell.clip))
+        values += [("clip", self.clip, Cell.clip), ("autocast", self.autocast, Cell.autocast)]
         return " ".join(
             f"{name}={_spelled(value)}"
             for name, value, default in values
@@ -164,7 +168,7 @@ def load_grid(path: Path) -> Grid:
     The file has ``model``, ``data`` (of :class:`DataConfig`), ``horizons`` (steps by name), ``methods`` (settings of
     :class:`OptimizerConfig` by name), optionally ``finetuning`` (by task, what differs from :data:`FINETUNING`) and
     ``studies``, a list of mappings: ``name``; ``methods``, names; ``horizon``, a name; ``seeds``; and optionally
-    ``task``, ``model``, ``set`` (settings on top of the methods', and a cell's ``clip``) and ``vary`` (lists of values;
+    ``task``, ``model``, ``set`` (settings on top of the methods', and a cell's ``clip`` and ``autocast``) and ``vary`` (lists of values;
     their product is run).
 
     Raises:
@@ -202,10 +206,10 @@ def _cells(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[Ce
         settings = {**_look_up(document["methods"], method, "method"), **entry.get("set", {}), "seed": seed}
         for values in itertools.product(*varied.values()):
             chosen = settings | dict(zip(varied, values, strict=True))
-            clip = chosen.pop("clip", Cell.clip)
+            own = {"clip": chosen.pop("clip", Cell.clip), "autocast": chosen.pop("autocast", Cell.autocast)}
             optimizer = _build(OptimizerConfig, chosen)
             task, model = entry.get("task", "pretrain"), entry.get("model", document["model"])
-            yield Cell(task=task, model=model, steps=steps, seed=seed, optimizer=optimizer, clip=clip)
+            yield Cell(task=task, model=model, steps=steps, seed=seed, optimizer=optimizer, **own)
 
 
 def _build(cls: type[Any], settings: Mapping[str, Any]) -> Any:

@@ -31,7 +31,7 @@ def pretrain(cell: Cell, data_config: DataConfig) -> dict[str, Any] | None:
             steps=cell.steps,
             warmup=interval,
             clip=cell.clip,
-            autocast=True,
+            autocast=cell.autocast,
             eval_every=interval,
             log_every=interval,
         )

@@ -78,6 +78,15 @@ def test_clip_is_a_setting_of_the_cell(grid_file):
     assert clipped.settings == f"{unchanged.settings} clip=0.5"
 
 
+def test_precision_is_a_setting_of_the_cell(grid_file):
+    grid_file.write_text(
+        grid_file.read_text().replace("set: {lr: 0.01}", "set: {lr: 0.01}, vary: {autocast: [true, false]}")
+    )
+    usual, single = load_grid(grid_file).study("again").cells
+    assert (usual.autocast, single.autocast) == (True, False)
+    assert single.settings == f"{usual.settings} autocast=False"
+
+
 def test_exponents_are_numbers(grid_file):
     grid_file.write_text(grid_file.read_text().replace("lr: [0.001, 0.01]", "lr: [1e-3, 1E-2]"))
     assert [cell.settings for cell in load_grid(grid_file).cells[:2]] == ["lr=0.001", "lr=0.01"]
