@@ -17,6 +17,7 @@ from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.left_alone import left_alone
 from grass.compact_mode.registry import LAYERS, watch_optimizers
+from grass.compact_mode.siblings import SHARED, draw_places
 from grass.compact_mode.strata import of_stratum
 from grass.options import check_value, resolve_rank
 from grass.selection.exploration import gradient_scale, reach, resolve_explore
@@ -98,10 +99,11 @@ def compact(
     }
     if not ranks and not experts:
         raise ValueError(f"None of the layers matched can be converted: {', '.join(layers)}")
-    for index, (name, layer_ranks) in enumerate(ranks.items()):
+    places = draw_places(model, {name: (_size(layers[name], dim), *counts) for name, counts in ranks.items()}, dim)
+    for name, layer_ranks in ranks.items():
         if not isinstance(layers[name], CompactLayer):
             _become(layers[name], compact_class(layers[name], weights))
-            _convert(layers[name], name, *layer_ranks, dim, dtype, (seed, index))
+            _convert(layers[name], name, *layer_ranks, dim, dtype, (seed, places[name]))
     for index, (name, layer_ranks) in enumerate(experts_ranks.items(), len(ranks)):
         rows = experts[name]
         if not is_converted(rows):
@@ -260,6 +262,7 @@ def _convert(
     matrix = layer.matrix().transpose(0, dim).contiguous().transpose(0, dim)
     seed, position = first_draw
     layer.label, layer.rank, layer.dim, layer.first_draw = name, rank, dim, (seed, layer.place(position))
+    layer.has_siblings = position >= SHARED
     sizes = matrix.shape[dim], rank, explored
     layer.reach, layer.gradient_scale = (reach(*sizes), gradient_scale(*sizes)) if explored else (0.0, 1.0)
     layer.sketch, layer.signs = None, None
@@ -289,6 +292,8 @@ CONVERSION_ATTRIBUTES = (
     "reach",
     "gradient_scale",
     "owner",
+    "has_siblings",
+    "drawn",
     "_synced",
     "_sharded",
     "_probes",

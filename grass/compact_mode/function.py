@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from grass.compact_mode.products import inner_product, picked_product, sketch_product
 from grass.compact_mode.weight_codes import decode_weight
-from grass.kernels.layout import select_columns
 
 
 class CompactLinearFunction(torch.autograd.Function):
@@ -21,6 +20,7 @@ class CompactLinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        columns: Tensor | None,
         weight: Tensor,
         scale: Tensor | None,
         bias: Tensor | None,
@@ -32,12 +32,10 @@ class CompactLinearFunction(torch.autograd.Function):
         sketch: Tensor | None,
         signs: Tensor | None,
     ) -> Tensor:
-        """Multiply by the weight; save what backward needs."""
+        """Multiply by the weight; save ``columns``, which are ``x[..., chosen]``, or ``x`` if they are ``None``."""
         ctx.dim, ctx.active_dtype, ctx.rank, ctx.gradient_scale = dim, active.dtype, rank, gradient_scale
-        narrow = dim == 1 and sketch is None
-        saved = select_columns(x, chosen) if narrow else x
-        ctx.narrow, ctx.sketching = narrow, sketch is not None
-        ctx.save_for_backward(saved, weight, scale, chosen, signs)
+        ctx.narrow, ctx.sketching = columns is not None, sketch is not None
+        ctx.save_for_backward(x if columns is None else columns, weight, scale, chosen, signs)
         return F.linear(x, _values(weight, scale, dim, x.dtype), bias)
 
     @staticmethod
@@ -47,7 +45,7 @@ class CompactLinearFunction(torch.autograd.Function):
         x, weight, scale, chosen, signs = ctx.saved_tensors
         grad_x = grad @ _values(weight, scale, ctx.dim, grad.dtype) if ctx.needs_input_grad[0] else None
         g, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        grad_bias = g.sum(0) if ctx.needs_input_grad[3] else None
+        grad_bias = g.sum(0) if ctx.needs_input_grad[4] else None
         if ctx.dim == 0:
             rows = picked_product(g, chosen, x)
         else:
@@ -59,7 +57,7 @@ class CompactLinearFunction(torch.autograd.Function):
         if ctx.sketching:
             grad_sketch = sketch_product(g, x, signs) if ctx.dim == 0 else sketch_product(x, g, signs)
         grad_active = rows if ctx.dim == 0 else rows.t()  # the layout of active
-        return grad_x, None, None, grad_bias, grad_active, None, None, None, None, grad_sketch, None
+        return grad_x, None, None, None, grad_bias, grad_active, None, None, None, None, grad_sketch, None
 
 
 def _values(weight: Tensor, scale: Tensor | None, dim: int, dtype: torch.dtype) -> Tensor:

@@ -32,9 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grass.compact_mode.active_rows import identity
 from grass.compact_mode.checkpoint import SavedRows
 from grass.compact_mode.function import CompactLinearFunction
 from grass.compact_mode.registry import LAYERS
+from grass.compact_mode.siblings import shared_columns
 from grass.parallel.shards import is_sharded, local
 from grass.state.precision import shrink_
 from grass.state.schema import State
@@ -103,13 +105,16 @@ class CompactLayer(SavedRows):
             return plain
         if is_sharded(self.weight):
             raise TypeError("Tensor-parallel weights are for dense mode: a compact layer computes with whole weights")
-        weight, bias = self.matrix(), self.bias
+        weight, bias, read = self.matrix(), self.bias, x
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if scale is None else weight
         rows = self.active, self.chosen, self.dim, self.rank, self.gradient_scale
-        y: Tensor = CompactLinearFunction.apply(x, weight, scale, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
+        columns = None
+        if self.dim == 1 and self.sketch is None:
+            columns = shared_columns(read, self.chosen, self.drawn, x.dtype)
+        y: Tensor = CompactLinearFunction.apply(x, columns, weight, scale, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
         return y
 
     def decay_(self, factor: float, key: int | None = None) -> None:
@@ -125,8 +130,10 @@ class CompactLayer(SavedRows):
         self.end_sketch()
         self.finish_writing()
         self.selected.copy_(indices)
+        self.drawn = identity(self.selected), self.drawn[1]
         if explored is not None:
             self.explored.copy_(explored)
+            self.drawn = self.drawn[0], identity(self.explored)
         self.reload()
         if values is not None:
             self.selected_part(self.rows()).copy_(local(values))

@@ -168,8 +168,8 @@ def load_grid(path: Path) -> Grid:
     The file has ``model``, ``data`` (of :class:`DataConfig`), ``horizons`` (steps by name), ``methods`` (settings of
     :class:`OptimizerConfig` by name), optionally ``finetuning`` (by task, what differs from :data:`FINETUNING`) and
     ``studies``, a list of mappings: ``name``; ``methods``, names; ``horizon``, a name; ``seeds``; and optionally
-    ``task``, ``model``, ``set`` (settings on top of the methods', and a cell's ``clip`` and ``autocast``) and ``vary`` (lists of values;
-    their product is run).
+    ``task``, ``model``, ``set`` (settings on top of the methods', and a cell's ``clip`` and ``autocast``) and ``vary``
+    (lists of values; their product is run).
 
     Raises:
         ValueError: a key, name or value is unknown; the message names it.
