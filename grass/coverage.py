@@ -64,6 +64,14 @@ def report(model: nn.Module, verb: str, covered: Collection[str], linear: Mappin
     _log(logging.WARNING if low else logging.INFO, line)
 
 
+def report_scale(factors: Collection[float]) -> None:
+    """Report what ``scale="auto"`` multiplies the learning rate of converted layers by, unless that is 1."""
+    if not _silenced and any(factor != 1 for factor in factors):
+        low, high = (f"{factor:.3g}" for factor in (min(factors), max(factors)))
+        times = low if low == high else f"{low} to {high}"
+        _log(logging.INFO, f"Grass: projected weights: lr x {times} (scale='auto'); other parameters: lr")
+
+
 def _sizes(
     model: nn.Module, covered: Collection[str], linear: Mapping[str, str]
 ) -> tuple[int, int, Counter[tuple[str, str]]]:

@@ -18,6 +18,7 @@ from grass.compact_mode.conversion import trainable_parameters
 from grass.compact_mode.cycle import NEW, arm
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.registry import by_active_rows, layers_of
+from grass.coverage import report_scale
 from grass.health import Health, Owner
 from grass.offload.engine import Engine
 from grass.offload.options import Offload
@@ -25,6 +26,7 @@ from grass.options import Options, as_plain
 from grass.parallel.background import Background
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded
+from grass.selection.exploration import auto_scale
 from grass.state_dict import Loading, completed
 from grass.step_checks import StepChecks, check_gradients
 from grass.stepping.whole import WholeStep
@@ -73,7 +75,9 @@ class GrassAdamW(Optimizer):
         selection: one of :func:`grass.available_rules`.
         replacement: draw rows with replacement, scaled so that the projection is unbiased.
         dim: select rows (0), columns (1) or along the smaller dimension (``"auto"``; 0 for square weights).
-        scale: multiplies the update of projected weights (``alpha``).
+        scale: multiplies the update of projected weights (``alpha``). ``"auto"`` is ``n / (r + q)`` where ``q`` of
+            ``n`` rows are explored beside ``r`` selected ones, and 1 without explored rows. So AdamW's learning rate
+            can stay (:func:`grass.selection.exploration.auto_scale`). Dense mode, which moves all rows, has 1.
         state_policy: what becomes of the moments at a refresh: ``"reset"``, ``"keep"`` or ``"bank"``
             (:mod:`grass.state.policies`).
         warmup_after_refresh: steps of a linear learning-rate ramp after each refresh, except the first selection.
@@ -151,7 +155,7 @@ class GrassAdamW(Optimizer):
         selection: str = "uniform",
         replacement: bool = False,
         dim: int | str = 1,
-        scale: float = 1.0,
+        scale: float | str = "auto",
         state_policy: str = "keep",
         warmup_after_refresh: int = 0,
         seed: int = 0,
@@ -233,6 +237,8 @@ class GrassAdamW(Optimizer):
         for layer in found:
             layer.owner = Owner(self)
             arm(layer, NEW, Options.of(added))
+        if added["scale"] == "auto":
+            report_scale([auto_scale(layer.shape[layer.dim], *layer.counts()) for layer in found])
         self._held = [*self.held_layers, *(layer for layer in found if layer not in self.held_layers)]
         self._checks.add_last(self.param_groups, self.layers())
 

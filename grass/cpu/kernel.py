@@ -51,6 +51,10 @@ class Explored(Protocol):
         """How many times as much as the selected rows they decay (:func:`grass.selection.exploration.turns`)."""
 
     @property
+    def auto_scale(self) -> float:
+        """What ``scale="auto"`` is for this weight (:func:`grass.selection.exploration.auto_scale`)."""
+
+    @property
     def indices(self) -> Tensor | None:
         """int64 ``(q,)``; ``None``: all rows that are not selected."""
 

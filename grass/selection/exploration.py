@@ -62,6 +62,16 @@ def turns(size: int, rank: int, count: int) -> float:
     return (size - rank) / count
 
 
+def auto_scale(size: int, rank: int, count: int) -> float:
+    """``n / (r + q)``: what ``scale="auto"`` multiplies AdamW's learning rate by; 1 if every row moves in each step.
+
+    A row moves in ``(r + q) / n`` of the steps on average. The best rate was near AdamW's times this factor for all
+    fractions of the columns that were tried (``docs/quality.md``). Without explored rows it was not, so the factor is 1
+    there. SMET divides its rate by the density of its gradients too.
+    """
+    return size / (rank + count) if count else 1.0
+
+
 def gradient_scale(size: int, rank: int, count: int) -> float:
     """``sqrt((n - r) / q)``, by which the gradient of explored rows is multiplied for gradient clipping.
 

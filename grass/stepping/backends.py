@@ -49,7 +49,7 @@ def step_rows(step: GroupStep, every: Iterable[Rows]) -> None:
 
 
 def _numbers(step: GroupStep, rows: Rows) -> Numbers:
-    numbers = step.numbers(rows.state)
+    numbers = step.numbers(rows.state, 1.0 if rows.explored is None else rows.explored.auto_scale)
     return numbers._replace(shrink=1.0) if decays_whole(step, rows) else numbers
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from grass.compact_mode.cycle import Trained, adopt, advance
 from grass.compact_mode.layer import CompactLayer
 from grass.parallel.shards import local
+from grass.selection.exploration import auto_scale
 from grass.state.bank_exchange import BankExchange
 from grass.state.policies import Policy, policy_of
 from grass.stepping.backends import step_rows
@@ -63,7 +64,8 @@ def _rows(member: Member, layer: CompactLayer) -> CompactRows:
     grads, stepped = layer.parts(own), layer.parts(values)
     indices, others = layer.chosen.split_with_sizes(layer.counts())
     of_others = grads[1] if own is grad else layer.explored_part(grad)  # sharded: lengths are summed over the ranks
-    explored = CompactExplored(of_others, layer.reach, layer.gradient_scale**2, others, stepped[1])
+    factors = layer.reach, layer.gradient_scale**2, auto_scale(layer.shape[layer.dim], *layer.counts())
+    explored = CompactExplored(of_others, *factors, others, stepped[1])
     return CompactRows(weight, indices, layer.dim, grads[0], stepped[0], state, index, explored)
 
 
@@ -85,7 +87,7 @@ def _of_expert(rows: CompactRows, expert: int, experts: int) -> CompactRows:
     dim, explored = rows.dim, rows.explored
     if explored is not None:
         grad, indices, values = part(explored.grad, dim), part(explored.indices, 0), part(explored.values, dim)
-        explored = CompactExplored(grad, explored.reach, explored.turns, indices, values)
+        explored = CompactExplored(grad, explored.reach, explored.turns, explored.auto_scale, indices, values)
     state, place = state_of(rows.state, expert, experts, dim), place_of(rows.index, expert)
     own = part(rows.indices, 0), dim, part(rows.grad, dim), part(rows.values, dim)
     return CompactRows(rows.weight, *own, state, place, explored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from grass.options import as_matrix
 from grass.parallel.shards import check_shards, local, row_norms
-from grass.selection.exploration import draw_explored, reach, turns
+from grass.selection.exploration import auto_scale, draw_explored, reach, turns
 from grass.selection.rules import needs_norms
 from grass.state.bank_exchange import BankExchange
 from grass.state.policies import policy_of
@@ -94,7 +95,7 @@ def _rows_of_expert(member: Member, expert: int, experts: int, explored: DenseEx
     if explored is not None:
         drawn = explored.indices
         indices = None if drawn is None else drawn.view(experts, -1)[expert] - first
-        explored = DenseExplored(grad[expert], explored.reach, explored.turns, indices)
+        explored = replace(explored, grad=grad[expert], indices=indices)
     place = place_of(position, expert)
     finish = partial(put_moments, state, own, expert, experts, dim)
     return DenseRows(weight, own["indices"] - first, None, dim, grad[expert], own, place, explored, finish)
@@ -112,7 +113,7 @@ def _explored(step: GroupStep, member: Member, experts: int) -> DenseExplored | 
         key = options.seed, member.position, state["step"]
         drawn = draw_explored(state["indices"], size, count, *key, experts)
     sizes = size, rank, count
-    return DenseExplored(member.grad, reach(*sizes), turns(*sizes), drawn)
+    return DenseExplored(member.grad, reach(*sizes), turns(*sizes), auto_scale(*sizes), drawn)
 
 
 def _copy_back(part: Tensor, matrix: Tensor) -> None:

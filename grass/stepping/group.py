@@ -75,13 +75,14 @@ class GroupStep:
         self.lr = float(options.lr)
         self.adam = {"betas": options.betas, "eps": options.eps, "maximize": options.maximize}
 
-    def numbers(self, state: State) -> Numbers:
-        """The numbers for one weight, whose counts include this step."""
+    def numbers(self, state: State, auto_scale: float = 1.0) -> Numbers:
+        """The numbers for one weight, whose counts include this step; ``auto_scale`` is its ``scale="auto"``."""
         options, lr, row_steps = self.options, self.lr, state.get("row_steps")
         if options.warmup_after_refresh and state["refreshes"] > 1:
             lr *= min(1.0, shared_steps(state) / options.warmup_after_refresh)
         ages = shared_steps(state) if row_steps is None else row_steps
-        return Numbers(ages, lr * options.scale, 1 - lr * options.weight_decay)
+        scale = auto_scale if isinstance(options.scale, str) else options.scale
+        return Numbers(ages, lr * scale, 1 - lr * options.weight_decay)
 
     def key(self, index: int, state: State) -> int:
         """RNG key for stochastic rounding of a parameter at this step."""

@@ -112,6 +112,7 @@ class DenseExplored:
     grad: Tensor
     reach: float
     turns: float
+    auto_scale: float
     indices: Tensor | None
 
 
@@ -176,6 +177,7 @@ class CompactExplored:
     grad: Tensor
     reach: float
     turns: float
+    auto_scale: float
     indices: Tensor
     values: Tensor
 
