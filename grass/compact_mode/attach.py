@@ -45,8 +45,12 @@ def attach(
     State tensors in the shape of the active rows are zeroed at a refresh (``state_policy="reset"``), or kept for rows
     that are selected again (``"keep"``). The optimizer's own step counts go on.
 
-    Explored rows (:mod:`grass.selection.exploration`) do not move by the optimizer's rule. They move in the direction
-    of their gradient, as far as the optimizer moves selected rows. Its state for them is zeroed in each step.
+    Explored rows (:mod:`grass.selection.exploration`) do not move by the optimizer's rule. They move against their
+    gradient (``maximize=True``: along it), as far as the optimizer moves selected rows. Its state for them is zeroed in
+    each step.
+
+    A step that the optimizer skips because ``GradScaler`` found an overflow, as fused optimizers do inside ``step()``,
+    does not count: all rows stay.
 
     Args:
         optimizer: any optimizer that holds active rows of ``model``, all or some.
@@ -155,6 +159,11 @@ class Attachment:
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ranks, every = Ranks.of(self.process_group), self._trained()
+        if _skipped(optimizer):
+            self._before.clear()
+            for layer in self.layers.values():
+                layer.clear_sketch()
+            return
         for layer, state, position in every:
             state["step"] += 1
             if position in self._before and layer.active.grad is not None:
@@ -171,16 +180,22 @@ class Attachment:
         values = self.optimizer.state.get(layer.active, {}).values()
         return [value for value in values if isinstance(value, Tensor) and value.shape == layer.active.shape]
 
+    def _ascends(self, layer: CompactLayer) -> bool:
+        """Whether the optimizer moves the active rows along their gradient."""
+        groups = self.optimizer.param_groups
+        return any(group.get("maximize", False) for group in groups if any(p is layer.active for p in group["params"]))
+
     def _explore(self, layer: CompactLayer, before: Tensor) -> None:
         """Replace the optimizer's move of explored rows by ours, and zero its state for them."""
         assert layer.active.grad is not None
         grad, rows, dim = layer.active.grad, layer.rows(), layer.dim
         update = layer.selected_part(before) - layer.selected_part(rows)
+        reach = -layer.reach if self._ascends(layer) else layer.reach
         parts = update, layer.selected_part(local(grad)), layer.explored_part(grad)
         moves = []
         for own_update, selected, explored in zip(*(t.chunk(layer.experts, dim) for t in parts), strict=True):
             unit, lengths = explored_directions(own_update, selected, local(explored), dim, explored)
-            moves.append(unit * lengths.unsqueeze(1 - dim) * layer.reach)
+            moves.append(unit * lengths.unsqueeze(1 - dim) * reach)
         layer.explored_part(rows).copy_(layer.explored_part(before) - torch.cat(moves, dim))
         for value in self._state_of_rows(layer):
             layer.explored_part(local(value)).zero_()
@@ -200,6 +215,12 @@ class Attachment:
                     selected.copy_(torch.where(new.along(kept), rows, 0.0))  # in place: compiled steps hold the tensor
 
         return carry
+
+
+def _skipped(optimizer: Optimizer) -> bool:
+    """Whether ``GradScaler`` has told the optimizer, which then stepped nothing, that a gradient overflowed."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
 
 
 def _check_layers(optimizer: Optimizer, layers: list[CompactLayer]) -> None:

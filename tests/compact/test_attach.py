@@ -207,3 +207,54 @@ def test_two_optimizers_share_a_model() -> None:
             optimizer.zero_grad()
     assert selections(model) != first
     assert not torch.equal(model.up.bias, bias)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_maximize_ascends_in_all_rows(fused: bool, dim: int) -> None:
+    """Maximizing the loss with its sign turned is minimizing the loss, explored rows included."""
+    trained = []
+    for sign in (1, -1):
+        model = Network(torch.float64)
+        grass.compact(model, rank=3, explore=3, dim=dim)
+        params = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(params, lr=1e-2, fused=fused, maximize=sign < 0)
+        grass.attach(optimizer, model, update_interval=4)
+        for batch in batches(10, dtype=torch.float64):
+            optimizer.zero_grad()
+            (sign * loss_of(model, batch)).backward()
+            optimizer.step()
+        trained.append(model)
+    for name, layer in compact_layers(trained[0]).items():
+        torch.testing.assert_close(trained[1].get_submodule(name).weight, layer.weight, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("selection", ["uniform", "top_r"])
+@pytest.mark.parametrize("overflowing", [0, 3, 4, 7], ids=lambda step: f"in step {step}")
+def test_fused_step_that_a_scaler_skips(overflowing: int, selection: str) -> None:
+    """A fused optimizer skips an overflowing step inside ``step()``. All is as if the scaler had not called it."""
+    trained = []
+    for fused in (False, True):
+        model = Network(torch.float64)
+        grass.compact(model, rank=3, explore=3)
+        params = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(params, lr=1e-2, fused=fused)
+        grass.attach(optimizer, model, update_interval=4, selection=selection)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for step, batch in enumerate(batches(12, dtype=torch.float64)):
+            optimizer.zero_grad()
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            loss = loss_of(model, batch) * (torch.inf if step == overflowing else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            unchanged = all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+            assert unchanged == (step == overflowing)
+            if unchanged and not fused:  # nothing tells the attachment of a step() that was not called
+                for layer in compact_layers(model).values():
+                    layer.clear_sketch()
+            assert scaler.get_scale() == (128.0 if step >= overflowing else 256.0)
+        trained.append(model)
+    assert selections(trained[1]) == selections(trained[0])
+    for name, layer in compact_layers(trained[0]).items():
+        torch.testing.assert_close(trained[1].get_submodule(name).weight, layer.weight, rtol=1e-9, atol=1e-12)
