@@ -116,7 +116,7 @@ class Attachment:
             raise ValueError("attach() does not take layers on a grid of ranks: train them with GrassAdamW")
         self.states: dict[str, State] = {}
         for name, layer in self.layers.items():
-            self.states[name] = adopt(layer, {}, lambda old, new: None)
+            self.states[name] = adopt(layer, {}, lambda *selections: None)
             arm(layer, self.states[name], options)
         optimizer.writes_back_active_rows = True  # type: ignore[attr-defined]
         self._before: dict[int, Tensor] = {}
@@ -151,7 +151,7 @@ class Attachment:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for layer, _, position in self._trained():
+        for layer, _, position, _ in self._trained():
             layer.follow()
             if layer.reach:
                 self._before[position] = layer.rows().clone()
@@ -164,7 +164,7 @@ class Attachment:
             for layer in self.layers.values():
                 layer.clear_sketch()
             return
-        for layer, state, position in every:
+        for layer, state, position, _ in every:
             state["step"] += 1
             if position in self._before and layer.active.grad is not None:
                 self._explore(layer, self._before.pop(position))
@@ -173,7 +173,10 @@ class Attachment:
         ranks.verify_selection(advance(every, self.options, ranks, self._carry_of))
 
     def _trained(self) -> list[Trained]:
-        return [Trained(self.layers[name], self.states[name], index) for index, name in enumerate(self.layers)]
+        return [
+            Trained(layer, self.states[name], index, layer.active.grad)
+            for index, (name, layer) in enumerate(self.layers.items())
+        ]
 
     def _state_of_rows(self, layer: CompactLayer) -> list[Tensor]:
         """The optimizer's state tensors that have the shape of the active rows."""
@@ -204,13 +207,15 @@ class Attachment:
         """The state policy, applied to the optimizer's own state."""
         layer = item.layer
 
-        def carry(old: Projector | None, new: Projector) -> None:
+        def carry(old: Projector | None, new: Projector, resting: Tensor | None = None) -> None:
+            among = resting if self.options.state_policy == "reset" else None
             for value in self._state_of_rows(layer):
                 selected = layer.selected_part(value)
-                if self.options.state_policy == "reset" or old is None:
+                if old is None or (among is None and self.options.state_policy == "reset"):
                     selected.zero_()
                 else:
                     kept, source = source_rows(old, new, layer.shape[new.dim])
+                    kept = kept if among is None else kept & among
                     rows = Projector(source, None, new.dim).gather(selected)
                     selected.copy_(torch.where(new.along(kept), rows, 0.0))  # in place: compiled steps hold the tensor
 

@@ -25,7 +25,7 @@ from grass.parallel.shards import check_shards, is_sharded
 from grass.selection.draws import sketch_generator
 from grass.selection.exploration import draw_explored, draw_key
 from grass.selection.rules import needs_norms
-from grass.state.refresh import Carry, refresh, refresh_due
+from grass.state.refresh import Carry, have_tokens, norms_of_experts, refresh, refresh_due
 from grass.state.schema import State, shared_steps
 
 NEW: State = {"step": 0, "refresh_step": 0, "refreshes": 1}
@@ -39,11 +39,20 @@ class Trained(NamedTuple):
         layer: the layer.
         state: the age and the indices of its selection, for ``GrassAdamW`` also the moments.
         position: its place among all parameters, which decides draws.
+        grad: the gradient of its active rows in this step.
     """
 
     layer: CompactLayer
     state: State
     position: int
+    grad: Tensor | None = None
+
+    def seen(self) -> Tensor:
+        """bool ``(experts,)``: which experts had tokens, by the gradient of their selected rows."""
+        if self.grad is None or self.layer.experts == 1:
+            return torch.ones(self.layer.experts, dtype=torch.bool)
+        rows = self.layer.selected_part(self.grad)
+        return have_tokens((rows if self.layer.dim == 0 else rows.t()).reshape(self.layer.experts, -1))
 
 
 def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
@@ -52,7 +61,7 @@ def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
         check_sharding(layer)
     state.update(step=0, refresh_step=0, refreshes=1, indices=layer.selected.clone(), dim=layer.dim)
     state["explored"] = layer.explored.numel()
-    carry(None, layer.projector())
+    carry(None, layer.projector(), None)
     reserve_rows(state, layer)
     return state
 
@@ -87,7 +96,7 @@ def reserve_rows(state: State, layer: CompactLayer) -> None:
     """
     state.pop("active", None)
     if layer.active.dtype != layer.weight.dtype:
-        state["active"] = torch.empty(0)
+        state["active"] = torch.empty(0, dtype=layer.active.dtype)
 
 
 def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Options, index: int) -> None:
@@ -112,11 +121,11 @@ def advance(every: list[Trained], options: Options, ranks: Ranks, carry_of: Call
     """
     begun = [item.layer.begin_write() for item in every]
     due = [item for item in every if refresh_due(item.state, options)]
-    norms = _norms_for([item.layer for item in due], options, ranks)
+    norms = _norms_for(due, options, ranks)
     for item, layer_norms in zip(due, norms, strict=True):
         _choose_rows(item, layer_norms, carry_of(item), options)
     _explore_other_rows(every, options)
-    for (layer, state, _), write in zip(every, begun, strict=True):
+    for (layer, state, *_), write in zip(every, begun, strict=True):
         layer.mark_synced()
         layer.end_write(write, decays_all=options.decay == "all" and options.weight_decay != 0)
         arm(layer, state, options)
@@ -149,19 +158,20 @@ def rademacher(width: int, size: int, generator: torch.Generator) -> Tensor:
     return signs / math.sqrt(size)
 
 
-def _norms_for(layers: list[CompactLayer], options: Options, ranks: Ranks) -> list[Tensor]:
-    """Row norms of each layer's gradient, from its sketch; ones for a rule that does not read them."""
+def _norms_for(every: list[Trained], options: Options, ranks: Ranks) -> list[Tensor]:
+    """Row norms of each layer's gradient, from its sketch; for a rule that does not read them, of what had tokens."""
+    layers = [item.layer for item in every]
     if needs_norms(options.selection):
         norms = gathered_norms(layers, ranks)
         for layer, layer_norms in zip(layers, norms, strict=True):
             layer.norms = layer_norms
         return norms
-    return [torch.ones(layer.shape[layer.dim]) for layer in layers]
+    return [norms_of_experts(item.seen(), item.layer.shape[item.layer.dim]) for item in every]
 
 
 def _choose_rows(item: Trained, norms: Tensor, carry: Carry, options: Options) -> None:
     """Select the rows that train from the next step on."""
-    layer, state, position = item
+    layer, state, position, _ = item
     refresh(state, carry, norms, layer.dim, layer.rank, options, layer.draw_place(position), layer.experts)
     if "row_scale" in state:
         raise ValueError(f"selection={options.selection!r} scales or repeats rows: not for compact mode")
@@ -174,7 +184,7 @@ def _choose_rows(item: Trained, norms: Tensor, carry: Carry, options: Options) -
 def _explore_other_rows(every: list[Trained], options: Options) -> None:
     """Draw the rows that layers explore in the coming step, and gather their values."""
     draws = Draws(options.fused)
-    for layer, state, position in every:
+    for layer, state, position, _ in every:
         if not _draws_again(layer, state):
             continue
         key = options.seed, layer.draw_place(position), state["step"]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def host_rate() -> float:
     """Elements a second of an AdamW step on the CPU, by the C++ kernel if it can be built."""
     if not kernel.at_hand():
         return _torch_rate(torch.device("cpu"), HOST_ROWS)
-    values, grad, exp_avg, exp_avg_sq = (torch.ones(HOST_ROWS, COLUMNS) for _ in range(4))
+    values, grad, exp_avg, exp_avg_sq = (torch.ones(HOST_ROWS, COLUMNS, dtype=torch.float32) for _ in range(4))
     indices = torch.arange(HOST_ROWS)
 
     def step() -> None:
@@ -50,10 +51,11 @@ def device_rate(device: torch.device) -> float:
 
 def link_rates(link: Link) -> tuple[float, float]:
     """Bytes a second from the device and to it, measured at the same time."""
-    probe = torch.ones(LEAST_BYTES // 4, device=link.device), torch.ones(LEAST_BYTES // 4)
-    link.down(*probe)  # once, to be ready
+    options: dict[str, Any] = {"dtype": torch.float32}
+    device, host = (torch.ones(LEAST_BYTES // 4, device=place, **options) for place in (link.device, "cpu"))
+    link.down(device, host)  # once, to be ready
     start = time.perf_counter()
-    link.down(*probe)
+    link.down(device, host)
     probed = LEAST_BYTES / (time.perf_counter() - start)
     elements = int(min(MOST_BYTES, max(LEAST_BYTES, probed * SECONDS / 5))) // 4
 
@@ -61,7 +63,7 @@ def link_rates(link: Link) -> tuple[float, float]:
         return source.nbytes / _seconds(lambda: copy(source, out))
 
     with ThreadPoolExecutor(2) as threads:
-        made = [torch.ones(elements, device=device) for device in (link.device, "cpu", "cpu", link.device)]
+        made = [torch.ones(elements, device=device, **options) for device in (link.device, "cpu", "cpu", link.device)]
         down = threads.submit(rate, link.down, *made[:2])
         up = threads.submit(rate, link.up, *made[2:])
         return down.result(), up.result()
@@ -70,9 +72,8 @@ def link_rates(link: Link) -> tuple[float, float]:
 def compute_rate(device: torch.device) -> float:
     """Floating-point operations a second of a large product: in bfloat16 on a GPU, in float32 on the CPU."""
     cuda = device.type == "cuda"
-    a, b = (torch.ones(GPU_SIDE if cuda else CPU_SIDE, GPU_SIDE if cuda else CPU_SIDE, device=device) for _ in range(2))
-    if cuda:
-        a, b = a.bfloat16(), b.bfloat16()
+    side, dtype = (GPU_SIDE, torch.bfloat16) if cuda else (CPU_SIDE, torch.float32)
+    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
 
     def multiply() -> None:
         a @ b
@@ -83,7 +84,7 @@ def compute_rate(device: torch.device) -> float:
 
 
 def _torch_rate(device: torch.device, rows: int) -> float:
-    weight = torch.ones(rows, COLUMNS, device=device)
+    weight = torch.ones(rows, COLUMNS, dtype=torch.float32, device=device)
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
 

@@ -52,7 +52,9 @@ class Visit:
             layer.gathered = layer.end_sketch()  # where the loop's zero_grad() cannot drop it
         self._values = parameter.detach()  # keeps the gradient when the loop drops it
         self._values.grad = parameter.grad
-        self.parameter: Tensor = nn.Parameter(torch.empty(0), requires_grad=False) if has_master else self._values
+        self.parameter: Tensor = self._values
+        if has_master:
+            self.parameter = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
         self._version = gradient_version(parameter)
         self._state = state
         self._there: dict[str, Any] = {}

@@ -37,10 +37,14 @@ def reset(state: State, new: Projector, weight: Tensor) -> None:
         state[key] = torch.zeros_like(rows, dtype=moment_dtype(weight))
 
 
-def keep(state: State, old: Projector | None, new: Projector, weight: Tensor) -> None:
-    """Rows selected again keep moments and step count; the others start at zero."""
+def keep(state: State, old: Projector | None, new: Projector, weight: Tensor, *, among: Tensor | None = None) -> None:
+    """Rows selected again keep moments and step count; the others start at zero.
+
+    ``among``, bool ``(r,)``, limits the rows that keep them.
+    """
     if old is not None:
         kept, source = source_rows(old, new, weight.shape[new.dim])
+        kept = kept if among is None else kept & among
         staying = held(state, old, source[kept])
     reset(state, new, weight)
     state["row_steps"] = torch.zeros(new.indices.shape, dtype=torch.float32, device=weight.device)

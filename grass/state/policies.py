@@ -50,8 +50,8 @@ class Policy(ABC):
     by_row: bool = False
 
     @abstractmethod
-    def __call__(self, old: Projector | None, new: Projector) -> None:
-        """Move the moments; ``old`` is ``None`` at the first selection."""
+    def __call__(self, old: Projector | None, new: Projector, resting: Tensor | None = None) -> None:
+        """Move the moments; arguments as of :data:`grass.state.refresh.Carry`."""
 
     def full_moments(self) -> AbstractContextManager[Any]:
         """Moments in full precision within the context."""
@@ -65,21 +65,22 @@ class Policy(ABC):
 
 
 class Reset(Policy):
-    """All moments start again."""
+    """All moments start again, except those of experts without tokens."""
 
-    def __call__(self, old: Projector | None, new: Projector) -> None:
-        """Set all moments to zero."""
+    def __call__(self, old: Projector | None, new: Projector, resting: Tensor | None = None) -> None:
+        """Set all moments to zero, except those of ``resting`` rows."""
         self.drop_bank()
         with self.full_moments():
-            reset(self.state, new, self.weight)
-        if self.by_row:
-            self.state["row_steps"] = torch.zeros(new.indices.shape, device=self.weight.device)
+            if self.by_row:
+                keep(self.state, None if resting is None else old, new, self.weight, among=resting)
+            else:
+                reset(self.state, new, self.weight)
 
 
 class Keep(Policy):
     """Rows selected again keep their moments."""
 
-    def __call__(self, old: Projector | None, new: Projector) -> None:
+    def __call__(self, old: Projector | None, new: Projector, resting: Tensor | None = None) -> None:
         """Set the moments of rows that are new in the selection to zero."""
         self.drop_bank()
         with self.full_moments():
@@ -89,7 +90,7 @@ class Keep(Policy):
 class Bank(Policy):
     """The moments of rows that are not selected wait in host memory."""
 
-    def __call__(self, old: Projector | None, new: Projector) -> None:
+    def __call__(self, old: Projector | None, new: Projector, resting: Tensor | None = None) -> None:
         """Exchange moments with the bank."""
         share = self.exchange.share(self.weight.shape[new.dim])
         dtype = getattr(torch, self.options.bank_dtype)

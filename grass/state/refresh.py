@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from grass.options import Options
 from grass.selection.draws import selection_generator
@@ -15,8 +16,12 @@ from grass.selection.projector import Projector
 from grass.selection.rules import Selection, select_rows
 from grass.state.schema import State, shared_steps
 
-Carry = Callable[[Projector | None, Projector], None]
-"""``carry(old, new)`` moves moments from the old selection to the new one; ``old`` is ``None`` at first."""
+Carry = Callable[[Projector | None, Projector, Tensor | None], None]
+"""``carry(old, new, resting)`` moves moments from the old selection to the new one.
+
+``old`` is ``None`` at first. ``resting`` is bool ``(r,)``: the rows of experts without tokens, whose state stays as it
+is; ``None`` means none.
+"""
 
 
 class Outcome(Enum):
@@ -56,7 +61,7 @@ def refresh(
         group: the parameter group, or its options.
         index: the parameter's place among all groups, which with ``seed`` determines the draw.
         experts: matrices that the rows belong to (:mod:`grass.stepping.experts`). One whose norms are all zero stays
-            with its earlier selection.
+            with its earlier selection and moments.
     """
     norms, device = norms.cpu(), norms.device
     selection, informative = choose(state, norms, rank, group, index, experts), is_informative(norms)
@@ -66,7 +71,8 @@ def refresh(
         state.update(step=0, refresh_step=0, refreshes=0)
     old = current_projector(state) if "indices" in state else None
     new = Projector.from_selection(selection, dim, device)
-    carry(old, new)
+    resting = None if experts == 1 or old is None else _resting(norms, experts).expand(-1, rank // experts).flatten()
+    carry(old, new, None if resting is None else resting.to(device))
     state.update(indices=new.indices, dim=dim, refresh_step=state["step"])
     state.pop("row_scale", None)
     if new.scale is not None:
@@ -85,10 +91,26 @@ def choose(
     generator = selection_generator(options.seed, index, state.get("refreshes", 0))
     chosen = select_rows(norms, rank, options.selection, generator, replacement=options.replacement, experts=experts)
     if experts > 1 and "indices" in state:
-        rests = ~(norms.isfinite() & (norms > 0)).view(experts, -1).any(dim=1, keepdim=True)
         earlier = state["indices"].cpu().view(experts, -1)
-        chosen = Selection(torch.where(rests, earlier, chosen.indices.view(experts, -1)).flatten())
+        chosen = Selection(torch.where(_resting(norms, experts), earlier, chosen.indices.view(experts, -1)).flatten())
     return chosen
+
+
+def have_tokens(grad: Tensor) -> Tensor:
+    """bool ``(E,)``: the experts whose part of a gradient ``(E, ...)`` is not zero; all of one without contents."""
+    if isinstance(grad, FakeTensor):
+        return torch.ones(len(grad), dtype=torch.bool)
+    return (grad != 0).flatten(1).any(dim=1)
+
+
+def norms_of_experts(seen: Tensor, size: int) -> Tensor:
+    """Norms for a rule that reads none: one for each of ``size`` rows, zero for those of experts without tokens."""
+    return seen.to(torch.float32).repeat_interleave(size // len(seen), output_size=size)
+
+
+def _resting(norms: Tensor, experts: int) -> Tensor:
+    """bool ``(experts, 1)``: the experts whose norms are all zero, because no token was sent to them."""
+    return ~(norms.isfinite() & (norms > 0)).view(experts, -1).any(dim=1, keepdim=True)
 
 
 def is_informative(norms: Tensor) -> bool:

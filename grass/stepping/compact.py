@@ -11,7 +11,7 @@ from grass.selection.exploration import auto_scale
 from grass.state.bank_exchange import BankExchange
 from grass.state.policies import Policy, policy_of
 from grass.stepping.backends import step_rows
-from grass.stepping.experts import count_step, has_tokens, place_of, state_of
+from grass.stepping.experts import count_step, place_of, state_of, with_tokens
 from grass.stepping.group import GroupStep, Member, count
 from grass.stepping.rows import CompactExplored, CompactRows
 
@@ -32,7 +32,7 @@ def step_active(step: GroupStep, every: list[Active]) -> None:
     for member, layer in begun:
         if layer.scale() is not None:
             layer.write_back(step.key(member.position, member.state))
-    _advance(step, [Trained(layer, member.state, member.position) for member, layer in begun])
+    _advance(step, [Trained(layer, member.state, member.position, member.grad) for member, layer in begun])
 
 
 def _of_stratum(member: Member, layer: CompactLayer) -> Member:
@@ -74,7 +74,7 @@ def _of_experts(rows: CompactRows, experts: int) -> list[CompactRows]:
     if experts == 1:
         return [rows]
     grad = rows.grad if rows.dim == 0 else rows.grad.t()
-    seen = has_tokens(grad.reshape(experts, -1))
+    seen = with_tokens(grad.reshape(experts, -1))
     count_step(rows.state, seen, experts)
     return [_of_expert(rows, expert, experts) for expert in seen]
 

@@ -15,10 +15,10 @@ from grass.selection.rules import needs_norms
 from grass.state.bank_exchange import BankExchange
 from grass.state.policies import policy_of
 from grass.state.precision import shrink_
-from grass.state.refresh import Outcome, refresh, refresh_due
+from grass.state.refresh import Outcome, have_tokens, norms_of_experts, refresh, refresh_due
 from grass.state.schema import MOMENTS
 from grass.stepping.backends import decays_whole, step_rows
-from grass.stepping.experts import count_step, has_tokens, place_of, put_moments, state_of
+from grass.stepping.experts import count_step, place_of, put_moments, state_of, with_tokens
 from grass.stepping.group import GroupStep, Member, count
 from grass.stepping.rows import DenseExplored, DenseRows
 
@@ -68,7 +68,10 @@ def _norms(step: GroupStep, grad: Tensor, dim: int) -> Tensor:
         if step.options.is_batch(grad):
             return torch.cat([row_norms(own, dim) for own in grad])
         return row_norms(as_matrix(grad), dim)
-    return torch.ones(step.options.matrix_of(grad).shape[dim])
+    size = step.options.matrix_of(grad).shape[dim]
+    if step.options.is_batch(grad):
+        return norms_of_experts(have_tokens(grad), size)
+    return torch.ones(size, dtype=torch.float32)
 
 
 def _rows(step: GroupStep, member: Member) -> list[DenseRows]:
@@ -77,7 +80,7 @@ def _rows(step: GroupStep, member: Member) -> list[DenseRows]:
     experts = step.options.experts_of(p)
     explored = _explored(step, member, experts)
     if step.options.is_batch(p):
-        seen = has_tokens(grad)
+        seen = with_tokens(grad)
         count_step(state, seen, experts)
         return [_rows_of_expert(member, expert, experts, explored) for expert in seen]
     weight, whole_grad = local(as_matrix(p.detach())), local(as_matrix(grad))

@@ -10,16 +10,14 @@ An expert that no token was sent to has a gradient of zeros. It rests: its rows,
 from __future__ import annotations
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from grass.state.refresh import have_tokens
 from grass.state.schema import MOMENTS, State
 
 
-def has_tokens(grad: Tensor) -> list[int]:
-    """The experts whose part of a gradient ``(E, ...)`` is not zero; all of one without contents."""
-    if isinstance(grad, FakeTensor):
-        return list(range(len(grad)))
-    seen: list[int] = (grad != 0).flatten(1).any(dim=1).nonzero().flatten().tolist()
+def with_tokens(grad: Tensor) -> list[int]:
+    """The experts whose part of a gradient ``(E, ...)`` is not zero."""
+    seen: list[int] = have_tokens(grad).nonzero().flatten().tolist()
     return seen
 
 

@@ -32,5 +32,6 @@ def _packed_data(
     )
     eval_tokens = encode_all(tokenizer, (document.text for document in held_out))
     eval_blocks = packed_blocks(eval_tokens, config.seq_len)
-    evenly = torch.linspace(0, len(eval_blocks) - 1, min(config.eval_blocks, len(eval_blocks))).long()
+    count = min(config.eval_blocks, len(eval_blocks))
+    evenly = torch.linspace(0, len(eval_blocks) - 1, count, dtype=torch.float32).long()
     return Data(batches, eval_blocks[evenly].long(), tokenizer.vocab_size)

@@ -232,7 +232,7 @@ class Trainer:
         """Mean loss on the held-out blocks, each evaluated by one of the processes."""
         self.model.train(False)
         batches = torch.split(self.data.eval_blocks, self.data.train.batch_size)
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         for first in range(0, len(batches), self.processes.size):  # sharded models need every process in each forward
             mine = first + self.processes.rank
             batch = batches[min(mine, len(batches) - 1)]
