@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from grass import diagnostics, memory
+from grass.averaging import AveragedModel
 from grass.compact_mode.attach import Attachment, attach
 from grass.compact_mode.calibration import calibrate
 from grass.compact_mode.conversion import compact, expand
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PAPER",
     "Attachment",
+    "AveragedModel",
     "GrassAdamW",
     "Offload",
     "Projector",

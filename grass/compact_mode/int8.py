@@ -67,6 +67,20 @@ class Int8Weight(CompactLayer):
         self.active_projector().scatter_(self.matrix(), codes)
         self.weight_scale[self.chosen] = scale
 
+    def take_weight(self) -> None:
+        """Take over codes that were changed from outside, unless the active rows were changed too and do not agree.
+
+        Raises:
+            RuntimeError: for these, as for averages of all parameters: codes have no average, because scales change.
+        """
+        now = self._stamps()
+        if now is not None and self._synced is not None and now[0] != self._synced[0]:
+            raise RuntimeError(
+                f"The 8-bit codes and the active rows of {self.label!r} were both changed from outside and do not "
+                "agree, as by an average of parameters: codes have none. Average by grass.AveragedModel"
+            )
+        self.reload()
+
     def holds_active(self) -> bool:
         """Whether the weight's rows equal the active rows to within one step of their codes."""
         steps = self.weight_scale[self.chosen].unsqueeze(1 - self.dim)

@@ -110,10 +110,12 @@ class SyncedRows(ActiveRows):
             if now == self._synced:
                 self._probes = ALWAYS
                 logger.warning(
-                    "Grass: %s was changed through .data; its active rows are copied to the weight", self.label
+                    "Grass: %s was changed through .data; its active rows are copied to the weight. If an average of "
+                    "parameters was put in, it is wrong: average by grass.AveragedModel",
+                    self.label,
                 )
             if self._synced is not None and self._synced[1] != now[1]:
-                self.reload()
+                self.take_weight()
             else:
                 self.write_back()
         self._synced = self._stamps()
@@ -127,7 +129,7 @@ class SyncedRows(ActiveRows):
         if (now := self._stamps()) is not None and self._synced is not None and now != self._synced:
             write = self.begin_write()
             if now[1] != self._synced[1]:
-                self.reload()
+                self.take_weight()
             self.mark_synced()
             self.end_write(write, decays_all=False)
 
@@ -175,6 +177,10 @@ class SyncedRows(ActiveRows):
         if self.deferred:
             return self.rows().to(self.weight.dtype)
         return Projector(indices, None, self.dim).gather(self.matrix())
+
+    def take_weight(self) -> None:
+        """Take over a weight that was changed from outside."""
+        self.reload()
 
     @counted
     def reload(self) -> None:
