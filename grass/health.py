@@ -11,10 +11,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.reads import can_watch
 from grass.selection.rules import needs_norms
 from grass.state.schema import State, shared_steps
 
 logger = logging.getLogger("grass")
+
+
+SOON = 2
+"""Steps without a gradient after which a layer is named, if reads of its weight by other code cannot be seen."""
 
 
 class Owner:
@@ -70,23 +75,22 @@ class Health:
                 if (layer is None and (group["rank"] is None or p.ndim < 2)) or not p.requires_grad:
                     continue
                 name = _name(group, i, position - 1, layer)
-                if self._is_idle(name, id(p) in stepped, group["update_interval"]):
-                    idle.append(name)
+                if id(p) in stepped:
+                    self._missed.pop(name, None)
+                elif self._is_idle(name, steps := _patience(layer, group)):
+                    idle.append(f"{name} (in {steps} steps)")
                 if id(p) in stepped and _is_overdue(states.get(p), group):
                     overdue.append(name)
-        self._warn("got no gradient for a whole update_interval and do not train", idle)
+        self._warn("got no gradient and do not train", idle)
         self._warn(
             "have an overdue refresh: no gradient norms arrived. Gradients set by hand, as by torch.autograd.grad, "
             "bring none in compact mode; selection='uniform' needs none",
             overdue,
         )
 
-    def _is_idle(self, name: str, stepped: bool, interval: int) -> bool:
-        if stepped:
-            self._missed.pop(name, None)
-            return False
+    def _is_idle(self, name: str, patience: int) -> bool:
         self._missed[name] = self._missed.get(name, 0) + 1
-        return self._missed[name] == interval
+        return self._missed[name] == patience
 
     def _warn(self, what: str, names: list[str]) -> None:
         new = [name for name in names if what + name not in self._warned]
@@ -99,6 +103,11 @@ def _name(group: dict[str, Any], i: int, position: int, layer: CompactLayer | No
     if layer is not None and layer.label:
         return layer.label
     return str(group["param_names"][i]) if "param_names" in group else f"parameter {position}"
+
+
+def _patience(layer: CompactLayer | None, group: dict[str, Any]) -> int:
+    """Steps without a gradient after which a weight is named."""
+    return int(group["update_interval"]) if layer is None or can_watch(layer) else SOON
 
 
 def _is_overdue(state: State | None, group: dict[str, Any]) -> bool:

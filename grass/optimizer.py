@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from grass.compact_mode.conversion import trainable_parameters
 from grass.compact_mode.cycle import NEW, arm
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.reads import Reads
 from grass.compact_mode.registry import by_active_rows, layers_of
 from grass.coverage import report_scale
 from grass.health import Health, Owner
@@ -180,7 +181,7 @@ class GrassAdamW(Optimizer):
         self._background = Background()
         self.given_norms: dict[Tensor, Tensor] = {}
         self._held: list[CompactLayer] | None = []
-        self._health = Health()
+        self._health, self._reads = Health(), Reads()
         self._checks = StepChecks([])
         self._named_by_model = isinstance(params, nn.Module)
         super().__init__(trainable_parameters(params) if isinstance(params, nn.Module) else params, as_plain(defaults))
@@ -214,7 +215,7 @@ class GrassAdamW(Optimizer):
         self.__dict__.setdefault("given_norms", {})
         if "_offload_options" in state:  # a copy
             self._offload_by(state.pop("_offload_options"))
-        self._held, self._health, self._going_on = None, Health(), None
+        self._held, self._health, self._reads, self._going_on = None, Health(), Reads(), None
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -285,12 +286,14 @@ class GrassAdamW(Optimizer):
                 loss = closure()
         check_gradients(self.param_groups)
         whole, self._going_on = self.begin_step(), None
+        self._reads.check()
         for layer in whole.layers.values():
             Owner.check(layer, self)
             layer.follow()
         self._advance(whole)
         whole.ranks.verify_selection(whole.chosen)
         self._health.check(self.param_groups, self.state, whole.layers, whole.stepped)
+        self._reads.watch(whole.layers.values(), whole.stepped)
         return loss
 
     def _advance(self, whole: WholeStep) -> None:

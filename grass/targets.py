@@ -53,7 +53,7 @@ def matched_modules(
     for name in matched:
         if name not in own:
             reason = "empty" if name in empty else "shared with another module"
-            logger.warning("Grass passes over %s: its weight is %s", name, reason)
+            logger.warning("Grass passes over %r: its weight is %s", name, reason)
     if not own and not may_be_none:
         known = [*linear, *matched_experts(model)]
         listed = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")

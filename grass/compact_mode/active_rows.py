@@ -101,6 +101,11 @@ class ActiveRows(nn.Module):
         """What stands for a parameter's place in the keys of draws: siblings share it, so that they draw alike."""
         return self.first_draw[1] if self.has_siblings else position
 
+    def freeze(self) -> None:
+        """Let the weight take no gradient, which it does while :mod:`grass.compact_mode.reads` watches it."""
+        if (weight := self._parameters.get("weight")) is not None:
+            weight.requires_grad_(False)
+
     def as_parameter(self, rows: Tensor) -> nn.Parameter:
         """Values of active rows as the parameter that trains."""
         return nn.Parameter(rows)

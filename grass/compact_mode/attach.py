@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from grass.compact_mode.cycle import Trained, adopt, advance, arm, check_rows, resume
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.reads import Reads
 from grass.compact_mode.registry import layers_of
 from grass.options import Options, validate
 from grass.parallel.ranks import Ranks
@@ -120,6 +121,7 @@ class Attachment:
             arm(layer, self.states[name], options)
         optimizer.writes_back_active_rows = True  # type: ignore[attr-defined]
         self._before: dict[int, Tensor] = {}
+        self._reads = Reads()
         before, after = (
             torch.compiler.disable(hook, reason="data decides the rows")  # type: ignore[no-untyped-call]
             for hook in (self._before_step, self._after_step)
@@ -151,6 +153,7 @@ class Attachment:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._reads.check()
         for layer, _, position, _ in self._trained():
             layer.follow()
             if layer.reach:
@@ -164,6 +167,8 @@ class Attachment:
             for layer in self.layers.values():
                 layer.clear_sketch()
             return
+        stepped = {id(item.layer.active) for item in every if item.layer.active.grad is not None}
+        self._reads.watch(self.layers.values(), stepped)
         for layer, state, position, _ in every:
             state["step"] += 1
             if position in self._before and layer.active.grad is not None:

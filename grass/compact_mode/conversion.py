@@ -148,6 +148,8 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
         ValueError: the model has no active rows, or all of them are frozen.
     """
     layers = [module for module in model.modules() if isinstance(module, CompactLayer)]
+    for layer in layers:
+        layer.freeze()
     frozen = [layer.label for layer in layers if not layer.active.requires_grad]
     if layers and len(frozen) == len(layers):
         raise ValueError(
@@ -175,16 +177,16 @@ def convertible(name: str, layer: Any, reasons: Mapping[str, str] = MappingProxy
     if isinstance(layer, CompactLayer):
         return True
     if name in reasons:
-        logger.warning("Grass passes over %s: %s", name, reasons[name])
+        logger.warning("Grass passes over %r: %s", name, reasons[name])
         return False
     if compact_class(layer) is None:
-        logger.warning("Grass passes over %s: %s is no plain linear layer", name, type(layer).__name__)
+        logger.warning("Grass passes over %r: %s is no plain linear layer", name, type(layer).__name__)
         return False
     if not isinstance(layer.weight, nn.Parameter):
-        logger.warning("Grass passes over %s: its weight is no parameter but computed from others", name)
+        logger.warning("Grass passes over %r: its weight is no parameter but computed from others", name)
         return False
     if not layer.weight.requires_grad:
-        logger.warning("Grass passes over %s: its weight is frozen", name)
+        logger.warning("Grass passes over %r: its weight is frozen", name)
         return False
     return True
 

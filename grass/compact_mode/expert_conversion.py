@@ -29,7 +29,7 @@ def experts_to_convert(
         parameter: Any = module._parameters[weight]
         rows = ExpertRows.of(module, weight)
         if rows is None and not parameter.requires_grad:
-            logger.warning("Grass passes over %s: it is frozen", name)
+            logger.warning("Grass passes over %r: it is frozen", name)
             continue
         found[name] = rows or cls(parameter, dim, expert_weights(module)[weight])
     return found

@@ -71,6 +71,7 @@ class CompactLayer(SavedRows):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copied and unpickled layers register themselves, so that a copied optimizer finds them."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.freeze()
         LAYERS.add(self)
 
     def saved_state(self, state: State) -> State:

@@ -2,6 +2,8 @@
 
 An enclosing module may read the weight itself instead of calling the layer, as ``self.proj.weight @ x`` in Mamba.
 The active rows would then get no gradient. The matrices of a PEFT adapter are small and train at full rank.
+
+Source shows the plain cases. :mod:`grass.compact_mode.reads` finds the others in the first steps of the training.
 """
 
 from __future__ import annotations
@@ -15,59 +17,103 @@ from typing import Any
 
 from torch import nn
 
-INITIALISERS = frozenset({"__init__", "_init_weights", "reset_parameters", "_reset_parameters", "extra_repr"})
-"""Methods that read weights without computing with them."""
-
 PROPERTIES = frozenset({"dtype", "device", "shape", "size", "ndim", "dim", "requires_grad", "is_cuda", "numel"})
 """Attributes of a weight that may be read without computing with it."""
+
+UNKNOWN = object()
+"""The value of a condition that needs more than the module to be known."""
 
 
 def left_alone(model: nn.Module) -> dict[str, str]:
     """Map the name of each layer that must not be converted to the reason.
 
-    The source of the enclosing module's class is searched for ``self.<layer>.weight`` outside of initialisers. Reading
-    its dtype, device or shape does not count. A module without source is assumed to call its layers.
+    The source of the enclosing module's ``forward``, and of its methods that ``forward`` names, is searched for
+    ``self.<layer>.weight``. Reading its dtype, device or shape does not count. Branches do not count if their
+    condition reads only attributes of the module and is false now.
     """
     found = {}
     for name, parent in model.named_modules():
         prefix = f"{name}." if name else ""
-        for child in _weights_read_by(type(parent)):  # type: ignore[arg-type]
-            if isinstance(getattr(parent, child, None), nn.Module):
-                found[prefix + child] = f"{type(parent).__name__} reads its weight without calling it"
+        for path in _weights_read_by(parent):
+            found[prefix + path] = f"{type(parent).__name__} reads its weight without calling it"
         if type(parent).__module__.startswith("peft.tuners.") and hasattr(parent, "base_layer"):
             inner = (child for child, _ in parent.named_modules() if child and child.split(".")[0] != "base_layer")
             found.update((prefix + child, "it is part of a PEFT adapter") for child in inner)
     return found
 
 
+def _weights_read_by(module: nn.Module) -> set[str]:
+    """The paths ``x`` or ``x.y`` of modules in ``module`` whose weights its forward reads as values."""
+    if isinstance(module, nn.MultiheadAttention):
+        return {"out_proj"}
+    found, waiting, seen = set(), ["forward"], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for tree in _definitions(type(module), name):
+            for path in _paths_of_self(module, tree):
+                names = path.split(".")
+                if "weight" in names[1:]:
+                    found.add(".".join(names[: names.index("weight", 1)]))
+                waiting.append(names[0])
+    return found
+
+
+def _definitions(cls: Any, name: str) -> Iterator[ast.AST]:
+    """The source of a method or property in a class and its bases, apart from those of torch."""
+    for base in cls.__mro__:
+        if name in vars(base) and not base.__module__.startswith("torch."):
+            member = vars(base)[name]
+            yield from _parsed(getattr(member, "fget", None) or getattr(member, "__func__", member))
+
+
 @functools.cache
-def _weights_read_by(cls: Any) -> frozenset[str]:
-    if cls.__module__.startswith("torch."):
-        return frozenset()  # their fast paths read weights in inference only
+def _parsed(function: Any) -> tuple[ast.AST, ...]:
+    """The syntax tree of a function; none without source."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        return (ast.parse(textwrap.dedent(inspect.getsource(function))),)
     except (OSError, TypeError, SyntaxError):
-        return frozenset()
-    methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name not in INITIALISERS]
-    return frozenset(child for method in methods for child in _weights_read_in(method))
+        return ()
 
 
-def _weights_read_in(method: ast.FunctionDef) -> Iterator[str]:
-    """The names ``x`` for which a method reads ``self.x.weight`` as a value."""
-    ignored: set[ast.AST] = set()
-    for node in ast.walk(method):
-        if isinstance(node, ast.Attribute) and node.attr in PROPERTIES:
-            ignored.add(node.value)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "hasattr"):
-            ignored.update(node.args)
-    for node in ast.walk(method):
-        if (
-            isinstance(node, ast.Attribute)
-            and node.attr == "weight"
-            and isinstance(node.ctx, ast.Load)
-            and node not in ignored
-            and isinstance(node.value, ast.Attribute)
-            and isinstance(node.value.value, ast.Name)
-            and node.value.value.id == "self"
-        ):
-            yield node.value.attr
+def _paths_of_self(module: nn.Module, node: ast.AST) -> Iterator[str]:
+    """The paths ``a.b.c`` of all ``self.a.b.c`` that running the code may read as values."""
+    if isinstance(node, (ast.If, ast.IfExp)) and (value := _value(module, node.test)) is not UNKNOWN:
+        taken: Any = node.body if value else node.orelse
+        for part in taken if isinstance(taken, list) else [taken]:
+            yield from _paths_of_self(module, part)
+        return
+    if isinstance(node, ast.Attribute):
+        if node.attr in PROPERTIES and isinstance(node.value, ast.Attribute) and node.value.attr == "weight":
+            return
+        if isinstance(node.ctx, ast.Load) and (path := _path_of_self(node)):
+            yield path
+            return
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "hasattr"):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _paths_of_self(module, child)
+
+
+def _path_of_self(node: ast.AST) -> str:
+    """``a.b.c`` for the expression ``self.a.b.c``; empty for others."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    return ".".join(names) if isinstance(node, ast.Name) and node.id == "self" else ""
+
+
+def _value(module: nn.Module, condition: ast.expr) -> Any:
+    """What a condition on attributes of a module is now; ``UNKNOWN`` if it reads the mode or more than attributes."""
+    plain = (ast.BoolOp, ast.boolop, ast.UnaryOp, ast.unaryop, ast.Compare, ast.cmpop, ast.Constant, ast.Attribute)
+    for node in ast.walk(condition):
+        known = isinstance(node, (*plain, ast.Load)) or (isinstance(node, ast.Name) and node.id == "self")
+        if not known or getattr(node, "attr", "") == "training":
+            return UNKNOWN
+    try:
+        return bool(eval(compile(ast.Expression(condition), "<condition>", "eval"), {"self": module}))
+    except Exception:  # whatever the module's own attributes raise
+        return UNKNOWN
