@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+if importlib.util.find_spec("grass.kernels") is None:
+    raise ImportError(
+        f"grass is imported from {__path__[0]}, which is not installed: its kernels lie in another folder. Run "
+        "`pip install -e .` in the checkout instead of adding it to PYTHONPATH"
+    )
 
 from grass import diagnostics, memory
 from grass.averaging import AveragedModel

@@ -31,7 +31,7 @@ from grass.selection.exploration import auto_scale
 from grass.state_dict import Loading, completed
 from grass.step_checks import StepChecks, check_gradients
 from grass.stepping.whole import WholeStep
-from grass.validation import tensors_of, validate_group
+from grass.validation import report_default_rank, tensors_of, validate_group
 
 
 class StepsInBackward(Protocol):
@@ -66,7 +66,8 @@ class GrassAdamW(Optimizer):
 
     Args:
         params: tensors, named tensors or groups, as for any ``torch.optim`` optimizer, or a converted model.
-            :func:`grass.param_groups` makes groups that leave embeddings and heads at full rank.
+            :func:`grass.param_groups` makes groups that leave embeddings and heads at full rank. A ``rank`` for bare
+            tensors holds for all matrices among them, which a log message says.
         lr: learning rate; a float or a one-element tensor.
         betas: decay rates of the first and second moment.
         eps: added to the denominator.
@@ -231,6 +232,8 @@ class GrassAdamW(Optimizer):
             group["params"] = list(group["params"])
         found = layers_of(tensors_of(group["params"]))
         validate_group({**self.defaults, **group}, by_active_rows(found))
+        if "rank" not in group:
+            report_default_rank(self.defaults, group["params"])
         if self.offload is not None and any(layer.strata > 1 for layer in found):
             raise ValueError("offload does not take layers on a grid of ranks, which divide their state among them")
         self._append(group)

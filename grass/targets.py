@@ -46,7 +46,7 @@ def matched_modules(
     matched = [
         name
         for name in linear
-        if name not in heads and (by_default or _matches(name, targets)) and not _matches(name, exclude)
+        if name not in heads and (by_default or names_match(name, targets)) and not names_match(name, exclude)
     ]
     empty = [name for name in matched if linear[name].weight.numel() == 0]
     own = [name for name in matched if id(linear[name].weight) not in shared and name not in empty]
@@ -75,7 +75,7 @@ def matched_experts(model: nn.Module, targets: Targets = None, exclude: Targets 
 
 def _names(weight: str, patterns: Targets) -> bool:
     """Whether a pattern matches a weight of experts, or the module that has it."""
-    return _matches(weight, patterns) or _matches(weight.rpartition(".")[0], patterns)
+    return names_match(weight, patterns) or names_match(weight.rpartition(".")[0], patterns)
 
 
 def expert_weights(module: nn.Module) -> dict[str, bool]:
@@ -121,7 +121,8 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d
 
 
-def _matches(name: str, patterns: Targets) -> bool:
+def names_match(name: str, patterns: Targets) -> bool:
+    """Whether patterns, given as ``targets`` of :func:`matched_modules`, pick a name; ``None`` picks none."""
     if patterns is None or patterns == "all-linear":
         return patterns is not None
     if isinstance(patterns, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.strata import share
 from grass.options import explored_count, is_batch, is_projected, resolve_dim, resolve_rank, validate
 from grass.selection.exploration import resolve_explore
+
+logger = logging.getLogger("grass")
 
 
 def validate_group(group: dict[str, Any], layers: dict[int, CompactLayer]) -> None:
@@ -59,6 +62,20 @@ def check_changed(group: dict[str, Any], before: dict[str, Any], has_state: bool
                 f"Invalid {key}={group[key]!r}: must stay {before[key]!r} because this group has state of that {key}; "
                 "build a new optimizer to train with another"
             )
+
+
+def report_default_rank(defaults: dict[str, Any], params: Any) -> None:
+    """Say that an optimizer's rank holds for all matrices of a group without a rank of its own.
+
+    Tensors do not tell whether they are embeddings or output heads, which train better at full rank.
+    """
+    matrices = sum(is_projected(tensor, defaults) for tensor in tensors_of(params))
+    if matrices > 1:
+        logger.warning(
+            "Grass: rank=%s holds for all %d matrices given, embeddings and output heads too if they are among them; "
+            "grass.param_groups(model, rank=%s) leaves these at full rank",
+            *(defaults["rank"], matrices, defaults["rank"]),
+        )
 
 
 def tensors_of(params: Any) -> list[Tensor]:

@@ -164,3 +164,47 @@ def test_gpt2_trains(gpt2: nn.Module, token_batches: list[torch.Tensor]) -> None
 def test_misspelt_override_is_refused() -> None:
     with pytest.raises(TypeError, match="update_intervall"):
         param_groups(nn.Linear(4, 4), 2, update_intervall=7)
+
+
+def test_what_does_not_decay_makes_groups_of_its_own(tiny_llama: Callable[..., nn.Module]) -> None:
+    model = tiny_llama()
+    groups = param_groups(model, 4, no_decay=["bias", r".*norm.*", "q_proj.weight"], update_interval=7)
+    check_complete(model, groups)
+    still = {name for group in groups for name, _ in group["params"] if group.get("weight_decay") == 0.0}
+    assert still == {n for n, _ in model.named_parameters() if "norm" in n or n.endswith(("bias", "q_proj.weight"))}
+    assert {group["rank"]: group.get("update_interval") for group in groups} == {4: 7, None: None}
+    optimizer = GrassAdamW(groups, lr=0.0, weight_decay=0.5)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5, 0.0, 0.0]
+    assert groups[0]["params"]
+    assert not {n for n, _ in groups[0]["params"]} & still
+
+
+def test_no_decay_that_matches_nothing() -> None:
+    with pytest.raises(ValueError, match=r"no_decay=\['biass'\] matches no parameter; some are: "):
+        param_groups(mlp(), 2, no_decay=["biass"])
+
+
+def test_adapters_stay_at_full_rank() -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=2))
+    with pytest.raises(ValueError, match="part of a PEFT adapter"):
+        param_groups(model, 0.5)
+    model.base_model.model[1].requires_grad_(True)
+    groups = param_groups(model, 0.5)
+    check_complete(model, groups)
+    assert projected(groups) == {"base_model.model.1.weight"}
+
+
+@pytest.mark.parametrize(("given", "says"), [("bare", True), ("group", True), ("groups", False), ("one", False)])
+def test_a_rank_for_bare_tensors_says_what_it_holds_for(given: str, says: bool, caplog) -> None:
+    model = mlp()
+    params = {
+        "bare": model.parameters(),
+        "group": [{"params": model.parameters()}],
+        "groups": param_groups(model, 0.5),
+        "one": [next(model.parameters())],
+    }
+    caplog.clear()
+    GrassAdamW(params[given], rank=0.5)
+    assert ("rank=0.5 holds for all 2 matrices given, embeddings" in caplog.text) == says

@@ -86,3 +86,10 @@ def test_wheel_works_outside_the_tree(built: Path) -> None:
     files = python("-c", code, path=target, cwd=built).split()
     assert len(files) == 3
     assert all(Path(file).is_relative_to(target) for file in files)
+
+
+def test_a_checkout_on_the_path_says_how_to_install(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", "import grass"]  # without site-packages, so without an installation
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert "which is not installed" in done.stderr
+    assert "Run `pip install -e .` in the checkout" in done.stderr

@@ -19,6 +19,7 @@ from grass.compact_mode.left_alone import left_alone
 from grass.compact_mode.registry import LAYERS, watch_optimizers
 from grass.compact_mode.siblings import SHARED, draw_places
 from grass.compact_mode.strata import of_stratum
+from grass.compact_mode.wrapped import check_not_wrapped
 from grass.options import check_value, resolve_rank
 from grass.selection.exploration import gradient_scale, reach, resolve_explore
 from grass.targets import Targets, matched_modules, report_coverage
@@ -78,11 +79,13 @@ def compact(
     Raises:
         ValueError: nothing matches or nothing can be converted; rank and explore exceed a dimension; a layer is
             converted already with other values. The model is then as it was.
+        RuntimeError: DDP has wrapped the model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     _check_arguments(rank, explore, dim, dtype, weights)
     check_not_streamed(model)
+    check_not_wrapped(model)
     experts = experts_to_convert(model, targets, exclude, dim, weights)
     layers = {
         name: model.get_submodule(name) for name in matched_modules(model, targets, exclude, may_be_none=bool(experts))

@@ -36,9 +36,17 @@ def left_alone(model: nn.Module) -> dict[str, str]:
         prefix = f"{name}." if name else ""
         for path in _weights_read_by(parent):
             found[prefix + path] = f"{type(parent).__name__} reads its weight without calling it"
+    return found | dict.fromkeys(adapters(model), "it is part of a PEFT adapter")
+
+
+def adapters(model: nn.Module) -> set[str]:
+    """Names of the modules that adapters of PEFT consist of."""
+    found: set[str] = set()
+    for name, parent in model.named_modules():
         if type(parent).__module__.startswith("peft.tuners.") and hasattr(parent, "base_layer"):
+            prefix = f"{name}." if name else ""
             inner = (child for child, _ in parent.named_modules() if child and child.split(".")[0] != "base_layer")
-            found.update((prefix + child, "it is part of a PEFT adapter") for child in inner)
+            found.update(prefix + child for child in inner)
     return found
 
 

@@ -95,3 +95,23 @@ def test_equals_a_plain_loop(tiny_llama: Build, tmp_path: Path, mode: str) -> No
             optimizer.step()
         scheduler.step()
     assert_same(dict(fitted.state_dict()), dict(looped.state_dict()))
+
+
+class ConvertsLate(Module):
+    """Where Lightning has wrapped the module by DDP."""
+
+    def configure_optimizers(self) -> Any:
+        grass.compact(self.model, rank=4)
+        return grass.GrassAdamW(self.model)
+
+
+def test_converting_in_configure_optimizers_under_ddp(tiny_llama: Build, tmp_path: Path) -> None:
+    module = ConvertsLate(tiny_llama(), "dense")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = lightning.Trainer(max_steps=1, strategy="ddp", devices=1, default_root_dir=tmp_path, **quiet)
+    try:
+        with pytest.raises(RuntimeError, match=r"Too late to convert: .* in Lightning, in the module"):
+            trainer.fit(module, torch.utils.data.DataLoader(examples(6), batch_size=2))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not any(hasattr(layer, "active") for layer in module.modules())

@@ -240,3 +240,17 @@ def test_options_misspelt(tiny_llama: Build, tmp_path: Path, build: str) -> None
     with pytest.raises(TypeError, match=r"no option 'rnk', did you mean 'rank'\?: must be one of .*args, .*selection"):
         make[build]()
     assert not any(isinstance(module, CompactLayer) for module in model.modules())
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "adamw_torch_8bit", "sgd"])
+def test_another_optimizer_is_refused(tiny_llama: Build, tmp_path: Path, optim: str) -> None:
+    args = arguments(tmp_path, optim=optim)
+    with pytest.raises(ValueError, match=f"Invalid optim='{optim}': Grass brings its own optimizer"):
+        trainer(tiny_llama(), args, "compact")
+    with pytest.raises(ValueError, match=f"Invalid optim='{optim}'"):
+        GrassFactory()(tiny_llama(), args=args, rank=4)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_trainers_names_of_adamw_are_accepted(tiny_llama: Build, tmp_path: Path, optim: str) -> None:
+    trainer(tiny_llama(), arguments(tmp_path, optim=optim), "compact")

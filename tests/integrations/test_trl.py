@@ -71,3 +71,12 @@ def test_sft(tiny_llama: Build, tmp_path: Path, mode: str) -> None:
     opened, info = type(whole.model).from_pretrained(tmp_path / "whole/checkpoint-6", output_loading_info=True)
     assert not any(info.values()), info
     assert not torch.equal(opened.model.layers[0].mlp.up_proj.weight, tiny_llama().model.layers[0].mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize("mixin", [True, False])
+def test_metrics_of_trl_are_logged_once(tiny_llama: Build, tmp_path: Path, mixin: bool) -> None:
+    trainer = run(tiny_llama, tmp_path, "compact", mixin=mixin)
+    metrics = {"loss", "entropy", "mean_token_accuracy", "num_tokens"}
+    assert {key for key in metrics if len(logged(trainer, key)) != 6} == set()
+    assert len(logged(trainer, "grass_turnover")) == 6
+    assert not any(record.keys() & metrics for record in trainer.state.log_history if "grass_turnover" in record)

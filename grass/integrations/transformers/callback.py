@@ -68,9 +68,12 @@ class GrassCallback(TrainerCallback):
         self.on_step_end(args, state, control)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
-        """Log the measures after Trainer has logged a training loss."""
+        """Log the measures after Trainer has logged a training loss.
+
+        By ``Trainer.log`` itself: a ``log`` that overrides it, as TRL's, would add its own metrics a second time.
+        """
         if "loss" in kw["logs"] and self.history is not None:
-            self.trainer.log({f"grass_{name}": value for name, value in self._metrics().items()})
+            Trainer.log(self.trainer, {f"grass_{name}": value for name, value in self._metrics().items()})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Stop following."""

@@ -60,7 +60,8 @@ class GrassFactory:
 
         Raises:
             TypeError: a keyword is not one of these.
-            ValueError: a value is out of range, nothing matches, or ``mode`` and ``rank`` do not fit the model.
+            ValueError: a value is out of range, nothing matches, ``mode`` and ``rank`` do not fit the model, or ``optim``
+                of ``args`` is another optimizer than AdamW.
             RuntimeError: DDP or FSDP has wrapped the model, which cannot be converted any more.
         """
         check_keywords(keywords)
@@ -100,9 +101,24 @@ def check_keywords(given: Iterable[str]) -> None:
             )
 
 
+def check_optim(args: TrainingArguments) -> None:
+    """Refuse arguments that choose another optimizer than AdamW.
+
+    Raises:
+        ValueError: ``optim`` is none of Trainer's names for torch's AdamW, of which one is its default.
+    """
+    name = str(getattr(args.optim, "value", args.optim))
+    if not name.startswith("adamw_torch") or "bit" in name:
+        raise ValueError(
+            f"Invalid optim={name!r}: Grass brings its own optimizer, leave optim out. To train by another one, call "
+            "grass.compact(model, ...), build it and call grass.attach(optimizer, model), and pass optimizers=(...)"
+        )
+
+
 def _from_arguments(args: TrainingArguments | None) -> dict[str, Any]:
     if args is None:
         return {}
+    check_optim(args)
     return {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import Trainer
 
 from grass.integrations.transformers.callback import GrassCallback
-from grass.integrations.transformers.factory import GrassFactory, check_keywords
+from grass.integrations.transformers.factory import GrassFactory, check_keywords, check_optim
 
 
 class GrassTrainerMixin:
@@ -21,7 +21,7 @@ class GrassTrainerMixin:
 
     Raises:
         TypeError: ``grass`` has a key that the factory does not have.
-        ValueError: another optimizer is given too.
+        ValueError: another optimizer is given too, as by ``optim="adafactor"``.
     """
 
     def __init__(self, *arguments: Any, grass: dict[str, Any], **keywords: Any) -> None:
@@ -30,6 +30,7 @@ class GrassTrainerMixin:
         trainer: Any = self
         if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
             raise ValueError("grass={...} chooses the optimizer: give neither optimizers nor optimizer_cls_and_kwargs")
+        check_optim(trainer.args)
         trainer.optimizer_cls_and_kwargs = GrassFactory, {"args": trainer.args, **grass}
         trainer.add_callback(GrassCallback(trainer))
 
