@@ -78,9 +78,9 @@ class Health:
                 if id(p) in stepped:
                     self._missed.pop(name, None)
                 elif self._is_idle(name, steps := _patience(layer, group)):
-                    idle.append(f"{name} (in {steps} steps)")
+                    idle.append(f"{name!r} (in {steps} steps)")
                 if id(p) in stepped and _is_overdue(states.get(p), group):
-                    overdue.append(name)
+                    overdue.append(repr(name))
         self._warn("got no gradient and do not train", idle)
         self._warn(
             "have an overdue refresh: no gradient norms arrived. Gradients set by hand, as by torch.autograd.grad, "

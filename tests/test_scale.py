@@ -88,5 +88,5 @@ def test_the_log_says_it(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("scale", ["Auto", 0, -1.0, float("nan"), None])
 def test_bad_values(scale: object) -> None:
-    with pytest.raises((TypeError, ValueError), match="scale=.*must be a finite number > 0, or 'auto'"):
+    with pytest.raises((TypeError, ValueError), match=r"scale=.*must be a finite number > 0, or 'auto'"):
         GrassAdamW([nn.Parameter(torch.zeros(4, 4))], scale=scale)

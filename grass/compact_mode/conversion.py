@@ -101,7 +101,7 @@ def compact(
         for name, rows in experts.items()
     }
     if not ranks and not experts:
-        raise ValueError(f"None of the layers matched can be converted: {', '.join(layers)}")
+        raise ValueError(f"None of the layers matched can be converted: {', '.join(map(repr, layers))}")
     places = draw_places(model, {name: (_size(layers[name], dim), *counts) for name, counts in ranks.items()}, dim)
     for name, layer_ranks in ranks.items():
         if not isinstance(layers[name], CompactLayer):
@@ -160,7 +160,7 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
             "a base model: convert a model or wrap it by PEFT, not both"
         )
     if frozen:
-        logger.warning("Grass: active rows frozen (requires_grad=False), not trained: %s", ", ".join(frozen))
+        logger.warning("Grass: active rows frozen (requires_grad=False), not trained: %s", ", ".join(map(repr, frozen)))
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no active rows: convert it first, grass.compact(model, rank=...), or pass "
@@ -232,11 +232,11 @@ def _checked_ranks(
     rank, explore = of_stratum(layer, rank, explore, dim, weights)
     resolved = resolve_rank(rank, size)
     if resolved > size:
-        raise ValueError(f"Invalid {rank=}: must be a fraction in (0, 1] or an integer up to {size} ({name}, {dim=})")
+        raise ValueError(f"Invalid {rank=}: must be a fraction in (0, 1] or an integer up to {size} ({name!r}, {dim=})")
     explored = resolve_explore(explore, resolved, size)
     if resolved + explored > size:
         raise ValueError(
-            f"Invalid {explore=}: must be a fraction or an integer up to {size - resolved} ({name}, {dim=})"
+            f"Invalid {explore=}: must be a fraction or an integer up to {size - resolved} ({name!r}, {dim=})"
         )
     if isinstance(layer, CompactLayer) and is_converted(layer):
         r, q = (count // layer.experts for count in layer.counts())
@@ -244,7 +244,7 @@ def _checked_ranks(
         asked = resolved, dim, explored, weights
         if was != asked:
             given, now = ("rank={}, dim={}, explore={}, weights={!r}".format(*values) for values in (was, asked))
-            raise ValueError(f"{name} was converted with {given}, not {now}; call grass.expand(model) first")
+            raise ValueError(f"{name!r} was converted with {given}, not {now}; call grass.expand(model) first")
     return resolved, explored
 
 

@@ -34,8 +34,9 @@ def left_alone(model: nn.Module) -> dict[str, str]:
     found = {}
     for name, parent in model.named_modules():
         prefix = f"{name}." if name else ""
+        advice = ", so convert modules that call their projections" if type(parent) is nn.MultiheadAttention else ""
         for path in _weights_read_by(parent):
-            found[prefix + path] = f"{type(parent).__name__} reads its weight without calling it"
+            found[prefix + path] = f"{type(parent).__name__} reads its weight without calling it{advice}"
     return found | dict.fromkeys(adapters(model), "it is part of a PEFT adapter")
 
 

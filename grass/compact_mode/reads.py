@@ -32,11 +32,11 @@ class Reads:
         read = [layer for layer in self._watched if _weight_of(layer).grad is not None]
         for layer in read:
             _weight_of(layer).grad = None
-        if read:
+        if names := [layer.label for layer in read]:
             raise RuntimeError(
-                f"Other code computes with the weights of converted layers that are not called: "
-                f"{', '.join(layer.label for layer in read)}. Their active rows get no gradient, so they would never "
-                f"train. Leave them out: grass.compact(..., exclude={[layer.label for layer in read]})"
+                "Other code computes with the weights of converted layers that are not called: "
+                f"{', '.join(map(repr, names))}. Their active rows get no gradient, so they would never train. Leave "
+                f"them out: grass.compact(..., exclude={names})"
             )
 
     def watch(self, layers: Iterable[CompactLayer], stepped: Collection[int]) -> None:

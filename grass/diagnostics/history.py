@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.registry import by_active_rows, layers_of
 from grass.diagnostics.measures import MEASURES, LayerRecord, Tracked, mean
+from grass.extras import optional
 from grass.options import as_matrix, is_batch, is_projected
 from grass.state.moments import moment_dtype
 
@@ -115,9 +116,10 @@ class SelectionHistory:
 
     def table(self) -> pd.DataFrame:
         """All records as a ``pandas.DataFrame`` with the columns of :class:`LayerRecord`."""
-        import pandas as pd
-
-        return pd.DataFrame(self.records, columns=list(LayerRecord._fields))
+        frame: pd.DataFrame = optional("pandas", "The table of a history").DataFrame(
+            self.records, columns=list(LayerRecord._fields)
+        )
+        return frame
 
     def layers(self) -> list[str]:
         """Names of the layers seen so far, in the optimizer's order."""

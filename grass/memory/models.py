@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+from grass.extras import optional
 from grass.memory.architecture import Architecture
 
 VOCABULARY = 32_000
@@ -26,12 +27,9 @@ def load_architecture(name: str) -> Architecture:
         ImportError: transformers is not installed.
         ValueError: nothing of this name is found, or it is a kind of model that has no plan.
     """
-    try:
-        from transformers import AutoConfig, PretrainedConfig
+    transformers = optional("transformers", "The plan of a model")
+    from grass.memory.llama import LLAMA_SHAPES, llama_config
 
-        from grass.memory.llama import LLAMA_SHAPES, llama_config
-    except ImportError as error:
-        raise ImportError(f"Configurations need transformers: pip install grass-torch[hf] ({error})") from error
     if (size := name.strip().lower()) in LLAMA_SHAPES:
         return Architecture.from_config(llama_config(size, vocab_size=VOCABULARY, max_seq_len=2048))
     exists, close = Path(name).exists(), difflib.get_close_matches(size, LLAMA_SHAPES, n=1)
@@ -42,8 +40,8 @@ def load_architecture(name: str) -> Architecture:
     if close and not exists:
         raise ValueError(f"No model {name!r}: did you mean {close[0]}? It {allowed}")
     try:
-        _check_sizes(PretrainedConfig.get_config_dict(name)[0])
-        config = AutoConfig.from_pretrained(name)
+        _check_sizes(transformers.PretrainedConfig.get_config_dict(name)[0])
+        config = transformers.AutoConfig.from_pretrained(name)
     except Exception as error:  # network, JSON, unknown kinds, fields that transformers refuses
         what = f"Invalid configuration {name!r}" if exists else f"No model {name!r}: {allowed}"
         raise ValueError(f"{what}: {_summary(error)}") from error

@@ -70,6 +70,7 @@ class Engine:
         self._visited: dict[Tensor, tuple[int, int]] = {}
         self._pending: dict[Tensor, Task] = {}
         self._sizes: dict[Tensor, Sizes] = {}
+        self._names: dict[Tensor, str] = {}
         self._home = Home(options.path)
         self._at_home: dict[Tensor, dict[str, Tensor]] = {}
         self._gate = Gate(self.finish)
@@ -171,19 +172,23 @@ class Engine:
         rates = f"{_rate('host', machine.host_rate / 1e6, 'M elements/s')}, "
         rates += _rate("device", machine.device_rate / 1e6, "M elements/s")
         link = f"{_rate('down', machine.down_rate / 1e9, 'GB/s')}, {_rate('up', machine.up_rate / 1e9, 'GB/s')}"
-        step = f"step predicted {predicted * 1e3:.1f} ms, measured {measured_seconds(self._measured) * 1e3:.1f} ms"
+        measured = measured_seconds(self._measured)
+        step = f"copies and updates of a step, without forward and backward: predicted {predicted * 1e3:.1f} ms, "
+        step += f"measured {measured * 1e3:.1f} ms"
         return f"{self.options}: the device takes {self._tuning.fraction:.0%}; {rates}; {link}; {step}"
 
     def _members(self, groups: Groups) -> list[Place]:
         """The parameters that have a gradient, in forward order."""
         every = [(p, group) for group in groups for p in group["params"]]
         found = {p: (p, group, i) for i, (p, group) in enumerate(every) if p.grad is not None}
+        named = (zip(group["params"], group.get("param_names", ()), strict=False) for group in groups)
+        self._names = {p: str(name) for pairs in named for p, name in pairs}
         self._gate.watch(found)
         return [found[p] for p in self._gate.order(list(found))]
 
     def _send(self, member: Place, whole: WholeStep, host: WholeStep) -> Unit:
         """The unit of a parameter that the host steps."""
-        p, group, position = member
+        p, group, _ = member
         state, link = whole.states[p], self.link(p.device)
         replica = self._replica(p, whole.layers.get(id(p)), state)
         host.states[replica.host] = state
@@ -192,7 +197,7 @@ class Engine:
         elements = local(p.detach()).numel()
         self._sizes[p] = Sizes(elements, replica.bytes_down(), replica.bytes_up(), state_bytes(state))
         return Unit(
-            _name(replica.layer, position),
+            self._name(member, replica.layer),
             False,
             *self._sizes[p][:3],
             down=partial(replica.take, link),
@@ -220,7 +225,7 @@ class Engine:
         size = state_bytes(whole.states[p])
         self._sizes[p] = self._sizes.get(p, Sizes(p.numel(), p.nbytes, p.nbytes, 0))._replace(state=size)
         return Unit(
-            _name(layer, position),
+            self._name(member, layer),
             True,
             p.numel(),
             size,
@@ -279,6 +284,13 @@ class Engine:
             self._measured = tasks
             self._tuning.learn(tasks, self.plan)
 
+    def _name(self, member: Place, layer: CompactLayer | None) -> str:
+        """What errors call a parameter: its layer, or the name that the optimizer was given, if there is one."""
+        p, _, position = member
+        if layer is not None and layer.label:
+            return layer.label
+        return self._names.get(p, f"parameter {position} of shape {tuple(p.shape)}")
+
     def _is_waited_for(self, p: Tensor, whole: WholeStep) -> bool:
         return self._gate.guards(p) or (id(p) in whole.layers and not is_sharded(p))
 
@@ -293,7 +305,3 @@ def _check_sharded(p: Tensor, fraction: float | str) -> None:
 
 def _rate(resource: str, rate: float, unit: str) -> str:
     return f"{resource} {rate:.3g} {unit}" if math.isfinite(rate) else f"{resource} not used"
-
-
-def _name(layer: CompactLayer | None, position: int) -> str:
-    return layer.label if layer is not None and layer.label else f"parameter {position}"

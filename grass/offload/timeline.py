@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from grass.extras import optional
 from grass.offload.tasks import RESOURCES, Task
 
 Spans = Mapping[Task, tuple[float, float]]
@@ -69,11 +70,9 @@ def plot(tasks: Iterable[Task], path: str | os.PathLike[str], spans: Spans | Non
     Raises:
         ImportError: Matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("A plot of a schedule needs Matplotlib: pip install grass-torch[hf]") from error
-    figure = Figure(figsize=(9, 0.8 + 0.5 * len(RESOURCES)), layout="constrained")
+    figure = optional("matplotlib.figure", "A plot of a schedule").Figure(
+        figsize=(9, 0.8 + 0.5 * len(RESOURCES)), layout="constrained"
+    )
     draw(figure.subplots(), tasks, spans)
     figure.savefig(path)
 

@@ -83,7 +83,7 @@ def test_converting_again() -> None:
     assert model.up.active is before[1]
     state = snapshot(model)
     for options in ({"rank": 4}, {"rank": 3, "dim": 0}):
-        with pytest.raises(ValueError, match=r"up was converted with rank=3, dim=1.*expand"):
+        with pytest.raises(ValueError, match=r"'up' was converted with rank=3, dim=1.*expand"):
             grass.compact(model, **options)
     assert snapshot(model) == state
     grass.expand(model)
@@ -94,12 +94,12 @@ def test_converting_again() -> None:
     ("options", "message"),
     [
         ({"rank": 0}, "rank=0"),
-        ({"rank": 13}, r"rank=13.*up to 12 \(up"),
+        ({"rank": 13}, r"rank=13.*up to 12 \('up'"),
         ({"rank": 1.5}, "rank=1.5"),
         ({"rank": 0.0}, "rank=0.0"),
         ({"rank": 3, "dim": 2}, "dim=2"),
         ({"rank": 3, "dim": "auto"}, "dim='auto'"),
-        ({"rank": 9, "dim": 0}, r"rank=9.*up to 8 \(down"),
+        ({"rank": 9, "dim": 0}, r"rank=9.*up to 8 \('down'"),
         ({"rank": 3, "dtype": torch.int8}, "dtype=torch.int8"),
         ({"rank": 3, "targets": ["nowhere"]}, "nowhere.*up, mix, down"),
         ({"rank": 3, "exclude": NAMES}, "match no linear layer"),
@@ -166,7 +166,7 @@ def test_passed_over_with_a_message(make: Callable[[], nn.Module], reason: str, 
     assert type(odd) is cls
     assert [name for name, _ in odd.named_parameters()] == names
     alone = nn.Sequential(odd)
-    with pytest.raises(ValueError, match="can be converted: 0"):
+    with pytest.raises(ValueError, match="can be converted: '0'"):
         grass.compact(alone, rank=2, explore=0)
 
 

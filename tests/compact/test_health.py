@@ -142,7 +142,7 @@ def test_some_frozen_active_rows_are_named(caplog) -> None:
     model.up.active.requires_grad_(False)
     with caplog.at_level(logging.WARNING, "grass"):
         optimizer = GrassAdamW(model)
-    assert "not trained: up" in messages(caplog)
+    assert "not trained: 'up'" in messages(caplog)
     train(model, optimizer, batches(2))
 
 

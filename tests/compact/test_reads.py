@@ -186,7 +186,7 @@ def test_weights_that_cannot_be_watched_are_named_soon(caplog: pytest.LogCapture
     model.read = lambda x: x  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING, "grass"):
         train(model, GrassAdamW(model), 2)
-    assert "1 weights got no gradient and do not train: proj (in 2 steps)" in caplog.text
+    assert "1 weights got no gradient and do not train: 'proj' (in 2 steps)" in caplog.text
 
 
 def test_compiled_models_are_refused_too() -> None:

@@ -187,3 +187,20 @@ def test_step_in_backward_is_refused() -> None:
 def test_other_values_are_refused(value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"Invalid offload={value!r}: must be 'cpu', a grass.Offload, or None"):
         GrassAdamW(nn.Linear(2, 2).parameters(), offload=value)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_fault_names_the_parameter(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name that the optimizer was given, or by number and shape."""
+    layer = nn.Linear(3, 2)
+    optimizer = GrassAdamW(layer.named_parameters() if named else layer.parameters(), offload="cpu")
+    monkeypatch.setattr("grass.stepping.whole.step_group", fail)
+    layer(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'weight update'" if named else r"'parameter 0 of shape \(2, 3\) update'"):
+        optimizer.step()
+        optimizer.state_dict()
+
+
+def test_the_printed_time_says_what_it_is_of() -> None:
+    _, optimizer = trained("dense")
+    assert "copies and updates of a step, without forward and backward: predicted" in repr(optimizer.offload)

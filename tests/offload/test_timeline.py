@@ -62,7 +62,7 @@ def test_plot(tmp_path, suffix):
 
 def test_plot_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"grass-torch\[hf\]"):
+    with pytest.raises(ImportError, match=r"needs matplotlib: pip install matplotlib"):
         plot(measured(), tmp_path / "run.png")
 
 

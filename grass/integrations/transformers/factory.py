@@ -60,8 +60,8 @@ class GrassFactory:
 
         Raises:
             TypeError: a keyword is not one of these.
-            ValueError: a value is out of range, nothing matches, ``mode`` and ``rank`` do not fit the model, or ``optim``
-                of ``args`` is another optimizer than AdamW.
+            ValueError: a value is out of range, nothing matches, ``mode`` and ``rank`` do not fit the model, or
+                ``args.optim`` is another optimizer than AdamW.
             RuntimeError: DDP or FSDP has wrapped the model, which cannot be converted any more.
         """
         check_keywords(keywords)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grass.extras import optional
 from grass.streaming.stream import stream
 from grass.targets import matched_modules
 from grass.training.run.optimizers import OptimizerConfig
@@ -163,8 +164,7 @@ def add_lora(model: PreTrainedModel, rank: int | float, *, classification: bool)
 
 def write_log(history: list[dict[str, float]], path: Path) -> None:
     """``Trainer``'s ``state.log_history`` as a CSV with one row for each step that logged."""
-    import pandas as pd
-
+    pd = optional("pandas", "The log of a run")
     rows: dict[float, dict[str, float]] = {}
     for entry in history:
         rows.setdefault(entry["step"], {}).update(entry)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch.optim import Adafactor, AdamW, Optimizer
 
 from grass import GrassAdamW, Offload, compact, param_groups
 from grass.coverage import silent
+from grass.extras import optional
 from grass.options import DEFAULTS, Options, validate
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
@@ -221,10 +221,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], Optimizer]] = {
 
 
 def _peer(module: str, name: str) -> Callable[..., Optimizer]:
-    try:
-        peer: Callable[..., Optimizer] = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise ImportError(f"{name} needs {module}: pip install grass-torch[bench]") from error
+    peer: Callable[..., Optimizer] = getattr(optional(module, name), name)
     return peer
 
 

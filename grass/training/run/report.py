@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
+from grass.extras import optional
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
+else:
+    pd = optional("pandas", "A report")
 
 Runs = Mapping[str, pd.DataFrame]
 """Logs by the name of the run, indexed by ``step``."""
@@ -82,14 +85,14 @@ def plot(runs: Runs, smooth: float) -> Figure:
     Noisy measures of training are smoothed over ``smooth`` rows, and their titles say so. Runs that have fewer rows are
     drawn as they are.
     """
-    from matplotlib.figure import Figure
-
     names = measures(runs)
     if not names:
         raise ValueError(f"Nothing to plot: no column of {', '.join(runs)} has two numbers")
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
-    figure = Figure(figsize=(5 * columns, 3.2 * rows), layout="constrained")
+    figure: Figure = optional("matplotlib.figure", "A report").Figure(
+        figsize=(5 * columns, 3.2 * rows), layout="constrained"
+    )
     axes = figure.subplots(rows, columns, squeeze=False).flat
     for name, axis in zip(names, axes, strict=False):
         _draw(axis, runs, name, smooth)
