@@ -21,6 +21,20 @@ from grass.parallel.shards import is_sharded
 from grass.step_checks import check_gradient
 from grass.stepping.whole import WholeStep
 
+OUTSIDE = -1
+"""Torch's number of the backward pass where none runs."""
+
+ACCUMULATED = (
+    "gradients cannot be accumulated. Call optimizer.step() after each backward; if the parameter is shared between "
+    "checkpointed segments, checkpoint with use_reentrant=False"
+)
+STOPPED = (
+    "an earlier backward was stopped, by an error, when it had stepped some of the parameters. Call "
+    "optimizer.zero_grad() and optimizer.step(), which ends that step, before the next backward. Without an error: a "
+    "parameter that checkpointed segments share needs use_reentrant=False"
+)
+"""Why a parameter got a second gradient."""
+
 
 def step_in_backward(optimizer: GrassAdamW, *, clip: float | None = None) -> InBackward:
     """Step each parameter inside ``backward()`` as soon as its gradient is complete, then free the gradient.
@@ -80,6 +94,7 @@ class InBackward:
         self._places: dict[Tensor, tuple[dict[str, Any], int]] = {}
         self._norms: list[Tensor] = []
         self._lock = threading.Lock()  # every device has a thread in backward
+        self._running: int | None = None  # torch's number of the backward pass that has stepped first and not ended
         self._watch(optimizer)
         optimizer.in_backward = self
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # GradScaler then calls step()
@@ -112,14 +127,14 @@ class InBackward:
             return
         with self._lock, torch.no_grad():
             whole = self._begin(optimizer)
+            stopped = self._enter_pass()
             if p not in self._places:  # taken out of its group
                 return
             group, position = self._places[p]
             if id(p) in whole.stepped:
+                name, why = _name(group, p, position), STOPPED if stopped else ACCUMULATED
                 raise RuntimeError(
-                    f"{_name(group, p, position)} got a gradient again before optimizer.step(), but backward has "
-                    "stepped it: gradients cannot be accumulated. Call optimizer.step() after each backward; if the "
-                    "parameter is shared between checkpointed segments, checkpoint with use_reentrant=False"
+                    f"{name} got a gradient again before optimizer.step(), but backward has stepped it: {why}"
                 )
             check_gradient(p, group)
             if self._clip is not None:
@@ -145,6 +160,19 @@ class InBackward:
                 if p.grad is not None:
                     self.take(p)
         self._watch(optimizer)
+        self._running = None
+
+    def _enter_pass(self) -> bool:
+        """Take note of the backward pass that runs now. Returns whether an earlier one has begun and not ended."""
+        now = torch._C._current_graph_task_id()
+        if now != OUTSIDE and self._running is None:
+            self._running = now
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave_pass)
+        return now != OUTSIDE and self._running != now
+
+    def _leave_pass(self) -> None:
+        """Called at the end of a backward pass without an error."""
+        self._running = None
 
     def _begin(self, optimizer: GrassAdamW) -> WholeStep:
         """The current step. The first gradient begins it."""

@@ -3,7 +3,7 @@ r"""Finetune a pretrained model with AdamW, Grass or LoRA, by transformers' Trai
 Sequence classification: a task of GLUE by name, or any dataset with a column or two of text and one of labels:
 
     python scripts/finetune.py classify --model roberta-base --task sst2 --method grass --compact --rank 0.125 \
-        --lr 3e-5 --update-interval 50 --selection multinomial_norm --state-policy keep --out runs/sst2
+        --lr 3e-5 --out runs/sst2
     python scripts/finetune.py classify --model roberta-base --dataset csv --data-files train=reviews.csv \
         --columns title body --label stars --out runs/reviews
 
@@ -28,6 +28,8 @@ docstrings of the Python standard library: which package is this one from? What 
 
 Every other flag is one of transformers.TrainingArguments: --num-train-epochs 3, --per-device-train-batch-size 16,
 --gradient-accumulation-steps 4, --gradient-checkpointing, --warmup-steps 100, --resume-from-checkpoint DIR, ...
+By default it saves and evaluates after each epoch and keeps the newest checkpoint; --save-steps 100 and
+--eval-steps 100 do so by steps, and --save-total-limit 3 keeps more. A directory that holds a run is refused.
 The run's directory gets the model for from_pretrained (LoRA: the adapters), metrics.csv and eval_results.json.
 """
 
@@ -36,6 +38,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -69,6 +72,8 @@ def main(argv: list[str] | None = None) -> None:
     args, rest = parser.parse_known_args(argv)
     try:
         arguments = training_arguments(args, rest)
+        if not args.overwrite:
+            check_new(args.out, arguments)
         name = "grass" if args.method == "grass" else "adamw"
         optimizer = from_flags(OptimizerConfig, args, name=name)
         task = instruct(args) if args.kind == "instruct" else classify(args)
@@ -87,13 +92,43 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def training_arguments(args: argparse.Namespace, flags: list[str]) -> TrainingArguments:
-    """``Trainer``'s own flags over our defaults."""
-    defaults = [text for name, value in DEFAULTS.items() for text in (f"--{name}", str(value))]
+    """``Trainer``'s own flags over our defaults. ``--save-steps`` and ``--eval-steps`` save and evaluate by steps.
+
+    Raises:
+        ValueError: one of them beside a strategy that has no steps.
+    """
+    ours, given = dict(DEFAULTS), _values(flags)
+    for name in ("save", "eval"):
+        if f"{name}_steps" in given:
+            ours[f"{name}_strategy"] = "steps"
+            if given.get(f"{name}_strategy", "steps") != "steps":
+                raise ValueError(f"--{name}-steps does nothing with --{name}-strategy {given[f'{name}_strategy']}")
+    defaults = [text for name, value in ours.items() for text in (f"--{name}", str(value))]
     own = ["--output_dir", str(args.out), "--seed", str(args.seed)]
     arguments: TrainingArguments = TrainerFlags(TrainingArguments).parse_args_into_dataclasses(
         [*own, *defaults, *flags]
     )[0]
     return arguments
+
+
+def _values(flags: list[str]) -> dict[str, str]:
+    """The values of flags, ``--save-steps 5`` or ``--save_steps=5``, by the names of ``TrainingArguments``."""
+    words = [part for flag in flags for part in (flag.split("=", 1) if flag.startswith("--") else [flag])]
+    return {a.lstrip("-").replace("-", "_"): b for a, b in pairwise([*words, ""]) if a.startswith("--")}
+
+
+def check_new(out: Path, arguments: TrainingArguments) -> None:
+    """Refuse to train over the results of an earlier run.
+
+    Raises:
+        ValueError: the directory holds a log, a model or checkpoints, and the run does not go on from one of these.
+    """
+    results = [*out.glob("metrics.csv"), *out.glob("*.safetensors"), *out.glob("checkpoint-*")]
+    if results and not arguments.resume_from_checkpoint:
+        raise ValueError(
+            f"{out} already holds a run: choose another --out, go on from a checkpoint by --resume-from-checkpoint "
+            f"{out}/checkpoint-N, or replace it by --overwrite"
+        )
 
 
 def classify(args: argparse.Namespace) -> FinetuneTask:
@@ -135,6 +170,7 @@ def argument_parser() -> ArgumentParser:
     parser.add_argument("kind", choices=("classify", "instruct"), help="what to finetune for")
     add = parser.add_argument_group("run").add_argument
     add("--out", type=Path, required=True, help="directory of the run")
+    add("--overwrite", action="store_true", help="train anew although --out holds a run")
     add("--model", required=True, help="name or directory for from_pretrained, or tiny")
     add("--seed", type=int, default=0, help="of new weights, the order of the data and the row selection")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")

@@ -528,3 +528,44 @@ def test_several_processes_are_refused() -> None:
     for messages in run_world(refusals, 2):
         assert "takes one process, got 2" in messages[0]
         assert "takes whole parameters, got a DTensor of shape (4, 4)" in messages[1]
+
+
+class Fails(torch.autograd.Function):
+    """Its backward raises while ``now`` holds."""
+
+    now = True
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        if Fails.now:
+            raise ArithmeticError("on purpose")
+        return grad
+
+
+def test_an_error_in_backward_is_named_and_ended_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = GrassAdamW(model.named_parameters(), rank=2)
+    step_in_backward(optimizer)
+
+    def loss() -> Tensor:
+        return model[1](Fails.apply(model[0](torch.ones(2, 4)))).square().sum()
+
+    with pytest.raises(ArithmeticError):
+        loss().backward()
+    monkeypatch.setattr(Fails, "now", False)
+    with pytest.raises(RuntimeError, match=r"^1\.(weight|bias) got a gradient again .* was stopped, by an error"):
+        loss().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    before = model[0].weight.detach().clone()
+    for _ in range(2):
+        loss().backward()
+        optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+    loss().backward()
+    with pytest.raises(RuntimeError, match="gradients cannot be accumulated"):
+        loss().backward()

@@ -68,10 +68,15 @@ class Executor:
             ValueError: the task was never submitted here.
             TimeoutError: it is not done after ``timeout`` seconds; it still runs or waits.
             RuntimeError: a task failed, ran longer than the deadline, or lost its thread; or the executor is closed.
-                The message has the state of every queue.
+                The message has the state of every queue. Also if this process was forked before the task had ended.
         """
         with self._queues() as queues:
             if not task.done and task not in queues.pending and queues.fault is None:
+                if self._forked:
+                    raise RuntimeError(
+                        f"This process was forked while {task.name!r} was on its way, and a fork copies no threads: "
+                        "call optimizer.offload.finish() before you fork"
+                    )
                 raise ValueError(f"Task {task.name!r} was not submitted to this executor")
             self._block(queues, lambda: task.done, timeout)
 
@@ -118,10 +123,11 @@ class Executor:
     def _queues(self) -> Queues:
         if os.getpid() != self._state.process:  # a fork copies neither threads nor, in a usable state, locks
             self._start_afresh()
+            self._forked = True
         return self._state
 
     def _start_afresh(self) -> None:
-        self._state = Queues(self.resources, self.deadline)
+        self._state, self._forked = Queues(self.resources, self.deadline), False
         weakref.finalize(self, self._state.close)
 
     def __getstate__(self) -> dict[str, Any]:

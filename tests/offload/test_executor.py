@@ -301,8 +301,8 @@ if child == 0:
     executor.wait(task)
     try:
         executor.wait(stuck)
-    except ValueError:
-        sys.exit(7)
+    except RuntimeError as error:
+        sys.exit(7 if "was forked while 'stuck' was on its way" in str(error) else 1)
     sys.exit(1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """

@@ -14,7 +14,8 @@ from grass.training.data.docstrings import docstrings
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "finetune.py"))["main"]
+NAMES = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "finetune.py"))
+main = NAMES["main"]
 METHODS = {
     "adamw": ["--method", "adamw"],
     "dense": ["--method", "grass", "--dim", "1"],
@@ -105,7 +106,7 @@ def test_a_small_encoder_learns_which_package_a_docstring_is_from(tmp_path):
 
 @pytest.mark.parametrize("method", ["dense", "compact"])
 def test_resume_is_bit_exact(tmp_path, files, method):
-    flags = [*files, *METHODS[method], "--save-strategy", "steps", "--save-steps", "4", "--save-total-limit", "5"]
+    flags = [*files, *METHODS[method], "--save-steps", "4", "--save-total-limit", "5"]
     finetune("classify", tmp_path / "whole", *flags, steps=8)
     checkpoint = tmp_path / "whole" / "checkpoint-4"
     finetune("classify", tmp_path / "resumed", *flags, "--resume-from-checkpoint", str(checkpoint), steps=8)
@@ -180,3 +181,29 @@ def test_streaming_is_refused_with_adamw(tmp_path, files, capsys):
     with pytest.raises(SystemExit):
         finetune("classify", tmp_path, *files, *METHODS["adamw"], "--stream")
     assert "--stream is for --method grass" in capsys.readouterr().err
+
+
+def test_save_steps_alone_save_by_steps(tmp_path):
+    arguments = training_arguments(["--save-steps", "2", "--eval_steps=3"], tmp_path)
+    assert (arguments.save_strategy, arguments.save_steps) == ("steps", 2)
+    assert (arguments.eval_strategy, arguments.eval_steps) == ("steps", 3)
+    assert training_arguments([], tmp_path).save_strategy == "epoch"
+    with pytest.raises(ValueError, match="--save-steps does nothing with --save-strategy epoch"):
+        training_arguments(["--save-steps", "2", "--save-strategy", "epoch"], tmp_path)
+
+
+def training_arguments(flags, out):
+    arguments = NAMES["argument_parser"]().parse_args(["classify", "--model", "tiny", "--out", str(out)])
+    return NAMES["training_arguments"](arguments, flags)
+
+
+@pytest.mark.parametrize("left", ["metrics.csv", "model.safetensors", "checkpoint-4"])
+def test_a_directory_with_a_run_is_refused(tmp_path, left, capsys):
+    (tmp_path / left).write_text("mine")
+    with pytest.raises(SystemExit):
+        main(["classify", "--model", "tiny", "--out", str(tmp_path)])
+    assert "already holds a run: choose another --out" in capsys.readouterr().err
+    assert (tmp_path / left).read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == [left]
+    resumed = training_arguments(["--resume-from-checkpoint", str(tmp_path / "checkpoint-4")], tmp_path)
+    NAMES["check_new"](tmp_path, resumed)
