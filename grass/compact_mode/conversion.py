@@ -302,6 +302,8 @@ CONVERSION_ATTRIBUTES = (
     "_synced",
     "_sharded",
     "_probes",
+    "_empty",
+    "_first",
     "written",
     "deferred",
     "_pending",

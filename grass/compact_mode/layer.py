@@ -147,6 +147,7 @@ class CompactLayer(SavedRows):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.chosen.is_meta:
             self.chosen.copy_(self.draw_first())
+            self._empty = True
         return self
 
     def begin_sketch(self, signs: Tensor | None) -> None:

@@ -72,6 +72,8 @@ class SyncedRows(ActiveRows):
     gated = False  # the module around it waits for the values that `arriving` brings
     _sharded = False
     _probes = PROBES
+    _empty = False  # the active rows have no values yet: the layer has left the meta device
+    _first: Tensor | None = None  # the values of the first active row when both agreed, as long as probes look at it
 
     def __getstate__(self) -> dict[str, Any]:
         """The content of copies and pickles; in them weight and active rows agree."""
@@ -104,21 +106,42 @@ class SyncedRows(ActiveRows):
         if self._pending:
             self._write_pending()
         now = self._stamps()
+        if self._empty and now is None and is_sharded(self.weight):
+            self.reload()
         if now is None or (now == self._synced and not compare and not (probe and self._changed_unseen())):
             return
         if not self.holds_active():
-            if now == self._synced:
-                self._probes = ALWAYS
-                logger.warning(
-                    "Grass: %s was changed through .data; its active rows are copied to the weight. If an average of "
-                    "parameters was put in, it is wrong: average by grass.AveragedModel",
-                    self.label,
-                )
-            if self._synced is not None and self._synced[1] != now[1]:
+            if self._weight_changed(now):
                 self.take_weight()
             else:
                 self.write_back()
         self._synced = self._stamps()
+        self._remember()
+
+    def _weight_changed(self, now: tuple[Stamp, Stamp]) -> bool:
+        """Whether it was the weight that changed since both agreed, or the active rows have never had its values."""
+        if self._synced is None or self._empty or self._synced[1] != now[1]:
+            return True
+        if now != self._synced:
+            return False
+        self._probes = ALWAYS
+        if self._first is not None and _same(self._first, self._row_of_active()):
+            logger.warning("Grass: the weight of %r was changed through .data; its active rows follow", self.label)
+            return True
+        logger.warning(
+            "Grass: %r was changed through .data; its active rows are copied to the weight. If an average of "
+            "parameters was put in, it is wrong: average by grass.AveragedModel",
+            self.label,
+        )
+        return False
+
+    def _remember(self) -> None:
+        """Keep the first active row while forwards look for changes through ``.data``."""
+        self._first = self._row_of_active().clone() if self._probes and self._synced is not None else None
+
+    def _row_of_active(self) -> Tensor:
+        """The values of the first active row."""
+        return self.rows().narrow(self.dim, 0, 1)
 
     def follow(self, *, compare: bool = False, probe: bool = False) -> None:
         """As :meth:`sync`, but if writing the weight is deferred, only take up a weight that was changed."""
@@ -147,6 +170,8 @@ class SyncedRows(ActiveRows):
     def mark_synced(self) -> None:
         """Note that weight and active rows agree, or will when they are written back."""
         self.__dict__.update(_sharded=is_sharded(self.weight), _synced=self._stamps(), _pending=self.deferred)
+        self._empty = self._empty and self.rows().is_meta
+        self._remember()
 
     def begin_write(self) -> Written | None:
         """What :meth:`end_write` will note of a step that has written the active rows."""
@@ -211,7 +236,7 @@ class SyncedRows(ActiveRows):
             self._probes -= 1
         first = Projector(self.chosen[:1], None, self.dim)
         row = self.gather(first)
-        return not _same(self.rows().narrow(self.dim, 0, 1).to(row.dtype), row)
+        return not _same(self._row_of_active().to(row.dtype), row)
 
     def _stamps(self) -> tuple[Stamp, Stamp] | None:
         """Stamps of ``active`` and weight; ``None`` for sharded and fake tensors, which own no memory here."""
