@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from grass.compact_mode.function import differentiable_once
 from grass.compact_mode.grouped import experts_of_tokens, grouped_inner_product, grouped_product
 from grass.compact_mode.layer import CompactLayer
 from grass.coverage import EXPERT_ROWS
@@ -170,7 +170,7 @@ class _ExpertFunction(torch.autograd.Function):
         return grouped_product(x, layer.matrices(weight, scale, x.dtype), ends)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, active rows and sketch."""
         x, weight, scale, ends, indices, signs = ctx.saved_tensors

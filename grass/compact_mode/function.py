@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from grass.compact_mode.products import inner_product, picked_product, sketch_product
 from grass.compact_mode.weight_codes import decode_weight
+
+_T = TypeVar("_T")
+
+NO_SECOND_DERIVATIVE = (
+    "create_graph=True does not work here: converted experts, layers on a grid of ranks, compiled ones and Triton's "
+    "kernels have first derivatives only. Call grass.expand(model) first"
+)
 
 
 class CompactLinearFunction(torch.autograd.Function):
@@ -35,15 +43,19 @@ class CompactLinearFunction(torch.autograd.Function):
         """Multiply by the weight; save ``columns``, which are ``x[..., chosen]``, or ``x`` if they are ``None``."""
         ctx.dim, ctx.active_dtype, ctx.rank, ctx.gradient_scale = dim, active.dtype, rank, gradient_scale
         ctx.narrow, ctx.sketching = columns is not None, sketch is not None
+        ctx.active = None if torch.compiler.is_compiling() else active
         ctx.save_for_backward(x if columns is None else columns, weight, scale, chosen, signs)
-        return F.linear(x, _values(weight, scale, dim, x.dtype), bias)
+        return F.linear(x, _values(weight, scale, dim, x.dtype), bias).detach()  # no view: it may be changed in place
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of input, bias, active rows and sketch."""
+        """Gradients of input, bias, active rows and sketch; differentiable again with ``create_graph=True``."""
         x, weight, scale, chosen, signs = ctx.saved_tensors
-        grad_x = grad @ _values(weight, scale, ctx.dim, grad.dtype) if ctx.needs_input_grad[0] else None
+        values = _values(weight, scale, ctx.dim, grad.dtype)
+        if torch.is_grad_enabled():
+            _check_differentiable(ctx, x)
+            values = _depending_on(values, ctx)
+        grad_x = grad @ values if ctx.needs_input_grad[0] else None
         g, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_bias = g.sum(0) if ctx.needs_input_grad[4] else None
         if ctx.dim == 0:
@@ -52,12 +64,55 @@ class CompactLinearFunction(torch.autograd.Function):
             rows = inner_product(x, g) if ctx.narrow else picked_product(x, chosen, g)
         rows = rows.to(ctx.active_dtype)
         if ctx.gradient_scale != 1.0:
-            rows[ctx.rank :].mul_(ctx.gradient_scale)
+            rows = scale_explored(rows, ctx)
         grad_sketch = None
         if ctx.sketching:
-            grad_sketch = sketch_product(g, x, signs) if ctx.dim == 0 else sketch_product(x, g, signs)
+            with torch.no_grad():
+                grad_sketch = sketch_product(g, x, signs) if ctx.dim == 0 else sketch_product(x, g, signs)
         grad_active = rows if ctx.dim == 0 else rows.t()  # the layout of active
         return grad_x, None, None, None, grad_bias, grad_active, None, None, None, None, grad_sketch, None
+
+
+def differentiable_once(backward: Callable[..., _T]) -> Callable[..., _T]:
+    """A backward that raises with ``create_graph=True``.
+
+    ``torch.autograd.function.once_differentiable`` raises later, and not where ``inputs=`` cuts its error out of the
+    graph: second derivatives would lack terms.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> _T:
+        if torch.is_grad_enabled():
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
+        return backward(ctx, *grads)
+
+    return checked
+
+
+def _check_differentiable(ctx: Any, x: Tensor) -> None:
+    """Refuse a second derivative by an input whose columns were gathered outside of autograd."""
+    if ctx.active is None or (ctx.narrow and ctx.needs_input_grad[0] and not x.requires_grad):
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
+
+
+def scale_explored(rows: Tensor, ctx: Any) -> Tensor:
+    """Multiply the gradient of explored rows by ``gradient_scale``: in place, unless it is to be differentiated."""
+    if torch.is_grad_enabled():
+        return torch.cat([rows[: ctx.rank], rows[ctx.rank :] * ctx.gradient_scale])
+    rows[ctx.rank :].mul_(ctx.gradient_scale)
+    return rows
+
+
+def _depending_on(values: Tensor, ctx: Any) -> Tensor:
+    """The weight's values ``(m, n)`` as a function of the active rows, with the gradient that backward gives these."""
+    active, dim = ctx.active, ctx.dim
+    if ctx.gradient_scale != 1.0:
+        factors = torch.ones(active.shape[dim], dtype=active.dtype, device=active.device)
+        factors[ctx.rank :] = ctx.gradient_scale
+        scaled = active * factors.unsqueeze(1 - dim)
+        active = scaled + (active - scaled).detach()
+    chosen = ctx.saved_tensors[3]
+    return values.index_copy(dim, chosen, active.to(values.dtype))
 
 
 def _values(weight: Tensor, scale: Tensor | None, dim: int, dtype: torch.dtype) -> Tensor:

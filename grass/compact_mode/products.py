@@ -15,10 +15,10 @@ ONEDNN_FROM = 4_000_000
 
 def picked_product(a: Tensor, indices: Tensor, b: Tensor) -> Tensor:
     """``a[:, indices]^T b``: ``(t, k), (t, l) -> (r, l)``; on CUDA by :func:`grass.kernels.compact_grad`."""
-    if runs_triton("compact_grad", a, b, indices):
+    if not torch.is_grad_enabled() and runs_triton("compact_grad", a, b, indices):
         picked: Tensor = kernels.compact_grad(a, b, indices)
         return picked
-    return inner_product(select_columns(a, indices), b)
+    return inner_product(a[:, indices] if torch.is_grad_enabled() else select_columns(a, indices), b)
 
 
 def sketch_product(kept: Tensor, mixed: Tensor, signs: Tensor | None) -> Tensor:
@@ -50,6 +50,7 @@ def _onednn_pays(a: Tensor, b: Tensor) -> bool:
         and type(a) is type(b) is Tensor  # no fake tensor
         and a.shape[0] * a.shape[1] * b.shape[1] >= ONEDNN_FROM
         and not torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()  # with create_graph=True, products are differentiated again
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.mkldnn.enabled
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")

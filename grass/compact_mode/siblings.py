@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Mapping
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,10 +62,10 @@ _LAST = threading.local()
 """``.gathered``: what this thread gathered last. Its references are weak, so that it keeps no tensor alive."""
 
 
-@torch.no_grad()
 def shared_columns(x: Tensor, chosen: Tensor, drawn: Hashable, dtype: torch.dtype) -> Tensor:
     """``x[..., chosen]`` in ``dtype``.
 
+    It is differentiable, for ``create_graph=True``, unless ``torch.compile`` traces it.
     If a sibling has just gathered the same from the same ``x``, this is the sibling's tensor, so backward keeps one.
 
     Args:
@@ -75,7 +75,8 @@ def shared_columns(x: Tensor, chosen: Tensor, drawn: Hashable, dtype: torch.dtyp
         dtype: of the result, which autocast may set.
     """
     if torch.compiler.is_compiling() or x.is_inference():
-        plain: Tensor = select_columns(x, chosen).to(dtype)
+        with torch.no_grad():
+            plain: Tensor = select_columns(x, chosen).to(dtype)
         return plain
     last: _Gathered | None = getattr(_LAST, "gathered", None)
     columns: Tensor | None = None
@@ -83,6 +84,27 @@ def shared_columns(x: Tensor, chosen: Tensor, drawn: Hashable, dtype: torch.dtyp
         columns = last.columns()
     if columns is not None:
         return columns
-    columns = select_columns(x, chosen).to(dtype)
+    columns = _SelectColumns.apply(x, chosen).to(dtype)  # type: ignore[no-untyped-call]
     _LAST.gathered = _Gathered(weakref.ref(x), x._version, drawn, weakref.ref(columns), dtype)
     return columns
+
+
+class _SelectColumns(torch.autograd.Function):
+    """``x[..., chosen]``, which keeps nothing of ``x`` for its derivative: ``torch.gather`` would keep all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chosen: Tensor) -> Tensor:
+        """Gather."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(chosen)
+        ctx.shape = x.shape
+        columns: Tensor = select_columns(x, chosen)
+        return columns
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        """Scatter; ``grad`` is ``None`` unless a second derivative is taken."""
+        if grad is None:
+            return None, None
+        (chosen,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).index_add(-1, chosen, grad), None

@@ -185,13 +185,21 @@ def test_no_tensor_of_the_full_gradients_size_is_made() -> None:
     assert largest.numel == m * n, "the measurement sees the dense gradient"
 
 
-def test_second_derivatives_are_refused() -> None:
-    layer = nn.Linear(4, 4)
-    grass.compact(layer, rank=2, explore=0)
-    x = torch.randn(3, 4, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)])
+@pytest.mark.parametrize("change", [torch.relu_, lambda y: y.add_(1)], ids=["activation", "sum"])
+@pytest.mark.parametrize("explore", [0, 1])
+def test_output_changed_in_place(explore: int, change: Callable, shape: tuple[int, ...], bias: bool) -> None:
+    """As by ``ReLU(inplace=True)`` and ``y += residual``."""
+    layer = nn.Linear(5, 4, bias=bias, dtype=torch.float64)
+    dense = copy.deepcopy(layer)
+    grass.compact(layer, rank=2, explore=explore)
+    x = torch.randn(shape, dtype=torch.float64)
+    for m in (layer, dense):
+        change(m(x)).square().sum().backward()
+    expected = dense.weight.grad.index_select(1, layer.chosen)
+    layer.explored_part(expected).mul_(layer.gradient_scale)
+    torch.testing.assert_close(layer.active.grad, expected)
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from grass import GrassAdamW, compact
 from grass.distributed import shard_placement_fn
@@ -92,6 +93,37 @@ def test_joint_training_equals_one_process(size: int) -> None:
             expected += [(weights(model), selections(model))] * 2
     for trained in ranks:
         assert_trained_alike(trained, expected)
+
+
+def initialised_after_sharding(rank: int, way: str) -> dict[str, Tensor]:
+    """torchtitan's order: meta, convert, shard, ``to_empty``, then values by hand."""
+    source = dict(Network(torch.float64).named_parameters())
+    with torch.device("meta"):
+        model = Network(torch.float64)
+    compact(model, rank=3, explore=2)
+    placement = shard_placement_fn(model)
+    for layer in (model.up, model.mix, model):
+        fully_shard(layer, shard_placement_fn=placement)
+    optimizer = GrassAdamW(model, **{**OPTIONS, "explore": None}) if way == "optimizer first" else None
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        p.to_local().data.fill_(1e30)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name in source:
+                p.copy_(distribute_tensor(source[name].detach(), p.device_mesh, p.placements))
+    train_jointly(model, optimizer or GrassAdamW(model, **{**OPTIONS, "explore": None}), joint_batches())
+    return gathered(model)
+
+
+@pytest.mark.parametrize("way", ["optimizer first", "optimizer last"])
+def test_meta_device(way: str) -> None:
+    model = Network(torch.float64)
+    compact(model, rank=3, explore=2)
+    train(model, GrassAdamW(model, **{**OPTIONS, "explore": None}), joint_batches())
+    expected = {name: value for name, value in model.state_dict().items() if not name.endswith("active")}
+    for ours in run_world(initialised_after_sharding, 2, way):
+        assert_close({name: value for name, value in ours.items() if name in expected}, expected)
 
 
 def hybrid(rank: int) -> dict[str, Tensor]:

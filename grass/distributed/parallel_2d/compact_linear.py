@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
+from grass.compact_mode.function import differentiable_once
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.sync import Stamp, Written
 from grass.distributed.parallel_2d.layers import Linear2D, autocast_to, local_part
@@ -201,7 +201,7 @@ class _CompactLinear(torch.autograd.Function):
         return product(layer._grid, x, weights)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The active inputs are on their way while the input's gradient is computed."""
         (x, chosen), grid, grad = ctx.saved_tensors, ctx.grid, grad.contiguous()

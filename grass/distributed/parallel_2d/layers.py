@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Placement
 from torch.nn import functional as F
 
+from grass.compact_mode.function import differentiable_once
 from grass.distributed.parallel_2d.mesh import (
     FEATURES,
     TABLE,
@@ -61,7 +61,7 @@ class _Linear(torch.autograd.Function):
         return product(grid, x, lambda p: weight_panel(grid, weight, p))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gather both operands again."""
         (x, weight), grid, grad = ctx.saved_tensors, ctx.grid, grad.contiguous()
@@ -102,7 +102,7 @@ class _Embedding(torch.autograd.Function):
         return arrived(grid.scatter_column(rows))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Add up the rows' gradients."""
         every, learns = ctx.saved_tensors
