@@ -85,6 +85,7 @@ class ReferenceGrass:
         self.steps = 0
         self.explored: list[int] = []
         self.reach = 1.0
+        self.turns = 1.0
         self.rows: list[int] = []
         self.rho: list[float] = []
 
@@ -117,6 +118,8 @@ class ReferenceGrass:
         beta1, beta2 = self.betas
         for row in range(len(self.w)) if self.decay == "all" else set(self.rows):
             self.w[row] *= 1 - lr * self.weight_decay
+        for row in self.explored if self.decay != "all" else ():
+            self.w[row] *= 1 - lr * self.weight_decay * self.turns
         for row in set(self.rows):
             self.m[row] = beta1 * self.m[row] + (1 - beta1) * g[row]
             self.v[row] = beta2 * self.v[row] + (1 - beta2) * g[row] ** 2

@@ -50,6 +50,7 @@ def compare(dim: int, tolerance: dict, *, shape: tuple[int, int] = SHAPE, steps:
             assert torch.equal(state["indices"], before), "rows may change at a refresh only"
         if options.get("explore"):
             explore(reference, state, options["explore"], shape[dim])
+            reference.scale = options.get("scale", shape[dim] / (len(state["indices"]) + len(reference.explored)))
         reference.step(gradient)
         torch.testing.assert_close(parameter.data, reference.weight, **tolerance)
     return len(chosen)
@@ -64,6 +65,7 @@ def explore(reference: ReferenceGrass, state: dict, explored: int | float, size:
     drawn = draw_explored(state["indices"], size, explored, seed=0, parameter=0, step=reference.steps).tolist()
     assert len(set(drawn)) == explored
     assert set(drawn) <= set(others)
+    reference.turns = len(others) / explored
     reference.explored, reference.reach = drawn, min(len(others) / explored, max(1.0, 6 * (explored / size) ** 0.5))
 
 

@@ -189,6 +189,7 @@ class LayerReplica(Replica):
             scale[... if self._sends_all else self._before.indices.to(device)] = self._scale
             del self._scale
         source.chosen.copy_(self.layer.chosen)
+        source.drawn = self.layer.drawn
         source.reload()
         if self._is_wider():
             source.selected_part(source.rows()).copy_(self._selected)

@@ -30,7 +30,7 @@ CASES: list[dict[str, Any]] = [
     {"selection": "multinomial_norm", "sketch_size": 3, "state_policy": "bank"},
     {"state_policy": "reset", "decay": "all", "weight_decay": 0.1},
 ]
-OPTIONS: dict[str, Any] = {"lr": 1e-2, "update_interval": 2}
+OPTIONS: dict[str, Any] = {"scale": 1.0, "lr": 1e-2, "update_interval": 2}
 
 
 class Strata(nn.Module):
