@@ -17,6 +17,7 @@ from grass import diagnostics, memory
 from grass.averaging import AveragedModel
 from grass.compact_mode.attach import Attachment, attach
 from grass.compact_mode.calibration import calibrate
+from grass.compact_mode.classes import register_linear
 from grass.compact_mode.conversion import compact, expand
 from grass.compact_mode.experts import expert_linear
 from grass.functional import compact_adamw
@@ -57,6 +58,7 @@ __all__ = [
     "matched_modules",
     "memory",
     "param_groups",
+    "register_linear",
     "register_rule",
     "sampled",
     "select_rows",

@@ -11,6 +11,7 @@ from torch import Tensor
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.strata import share
 from grass.options import explored_count, is_batch, is_projected, resolve_dim, resolve_rank, validate
+from grass.parallel.shards import is_wrapper
 from grass.selection.exploration import resolve_explore
 
 logger = logging.getLogger("grass")
@@ -89,6 +90,11 @@ def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
         raise TypeError(f"GrassAdamW takes real tensors, got {tensor.dtype} of shape {tuple(tensor.shape)}")
     if not is_projected(tensor, group):
         return
+    if is_wrapper(tensor):
+        raise TypeError(
+            f"GrassAdamW selects rows of plain tensors, got a {type(tensor).__name__} of shape {tuple(tensor.shape)}; "
+            "put it into a group with rank=None"
+        )
     if is_batch(tensor, group):
         _check_experts(group)
     matrix = torch.empty(tensor.shape[1:] if is_batch(tensor, group) else tensor.shape, device="meta").flatten(1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +22,7 @@ from grass.compact_mode.siblings import SHARED, draw_places
 from grass.compact_mode.strata import of_stratum
 from grass.compact_mode.wrapped import check_not_wrapped
 from grass.options import check_value, resolve_rank
+from grass.parallel.shards import is_wrapper
 from grass.selection.exploration import gradient_scale, reach, resolve_explore
 from grass.targets import Targets, matched_modules, report_coverage
 
@@ -103,17 +105,18 @@ def compact(
     if not ranks and not experts:
         raise ValueError(f"None of the layers matched can be converted: {', '.join(map(repr, layers))}")
     places = draw_places(model, {name: (_size(layers[name], dim), *counts) for name, counts in ranks.items()}, dim)
-    for name, layer_ranks in ranks.items():
-        if not isinstance(layers[name], CompactLayer):
-            _become(layers[name], compact_class(layers[name], weights))
-            _convert(layers[name], name, *layer_ranks, dim, dtype, (seed, places[name]))
-    for index, (name, layer_ranks) in enumerate(experts_ranks.items(), len(ranks)):
-        rows = experts[name]
-        if not is_converted(rows):
-            rows.weight.requires_grad_(False)
-            r, q = (count * rows.experts for count in layer_ranks)
-            _convert(rows, name, r, q, dim, dtype, (seed, index))
-            put_beside(model, rows)
+    with _undone_on_failure(model, experts.values()):
+        for name, layer_ranks in ranks.items():
+            if not isinstance(layers[name], CompactLayer):
+                _become(layers[name], compact_class(layers[name], weights))
+                _convert(layers[name], name, *layer_ranks, dim, dtype, (seed, places[name]))
+        for index, (name, layer_ranks) in enumerate(experts_ranks.items(), len(ranks)):
+            rows = experts[name]
+            if not is_converted(rows):
+                rows.weight.requires_grad_(False)
+                r, q = (count * rows.experts for count in layer_ranks)
+                _convert(rows, name, r, q, dim, dtype, (seed, index))
+                put_beside(model, rows)
     watch_optimizers()
     if calibration is not None:
         calibrate(model, calibration)
@@ -129,19 +132,45 @@ def expand(model: nn.Module) -> list[str]:
     for name, layer in list(model.named_modules()):
         if isinstance(layer, CompactLayer):
             names.append(_weight_name(name, layer))
-            LAYERS.discard(layer)
             layer.unconvert()
-            if isinstance(layer, ExpertRows):
-                take_away(model, layer)
-                continue
-            for attribute in ("active", "chosen", "dim", "sketch", "signs"):
-                delattr(layer, attribute)
-            for attribute in CONVERSION_ATTRIBUTES:
-                layer.__dict__.pop(attribute, None)
-            object.__setattr__(layer, "__class__", layer.plain_class)
-            layer.weight.data = layer.weight.data.contiguous()
-            layer.weight.requires_grad_(True)
+            _release(model, layer)
     return names
+
+
+def _release(model: nn.Module, layer: CompactLayer) -> None:
+    """Make a layer plain whose weight has all values, even if it was converted only in part."""
+    LAYERS.discard(layer)
+    if isinstance(layer, ExpertRows):
+        take_away(model, layer)
+        return
+    for attribute in ("active", "chosen"):
+        if hasattr(layer, attribute):
+            delattr(layer, attribute)
+    for attribute in CONVERSION_ATTRIBUTES:
+        layer.__dict__.pop(attribute, None)
+    object.__setattr__(layer, "__class__", layer.plain_class)
+    layer.weight.data = layer.weight.data.contiguous()
+    layer.weight.requires_grad_(True)
+
+
+@contextmanager
+def _undone_on_failure(model: nn.Module, experts: Collection[ExpertRows]) -> Iterator[None]:
+    """Make those layers plain again that were converted before an error, as when memory runs out.
+
+    Weights that were stored in 8 bits by then keep the rounding.
+    """
+    before = {layer for layer in model.modules() if isinstance(layer, CompactLayer)}
+    try:
+        yield
+    except BaseException:
+        for rows in experts:
+            rows.weight.requires_grad_(rows not in before)
+        for layer in list(model.modules()):
+            if isinstance(layer, CompactLayer) and layer not in before:
+                if layer in LAYERS:
+                    layer.unconvert()
+                _release(model, layer)
+        raise
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -187,6 +216,9 @@ def convertible(name: str, layer: Any, reasons: Mapping[str, str] = MappingProxy
         return False
     if not isinstance(layer.weight, nn.Parameter):
         logger.warning("Grass passes over %r: its weight is no parameter but computed from others", name)
+        return False
+    if is_wrapper(layer.weight):
+        logger.warning("Grass passes over %r: its weight is a %s", name, type(layer.weight).__name__)
         return False
     if not layer.weight.requires_grad:
         logger.warning("Grass passes over %r: its weight is frozen", name)
@@ -289,6 +321,9 @@ def check_not_streamed(model: nn.Module) -> None:
 
 
 CONVERSION_ATTRIBUTES = (
+    "dim",
+    "sketch",
+    "signs",
     "norms",
     "selections",
     "first_draw",

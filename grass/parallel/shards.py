@@ -7,8 +7,11 @@ refresh only sums squared norms over the shards.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from grass import kernels
 
@@ -16,6 +19,11 @@ from grass import kernels
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this is a ``DTensor``."""
     return hasattr(tensor, "to_local")
+
+
+def is_wrapper(tensor: Any) -> bool:
+    """Whether this is no ``DTensor`` but another tensor that holds tensors, as quantised ones of torchao."""
+    return not is_sharded(tensor) and is_traceable_wrapper_subclass(tensor)
 
 
 def local(tensor: Tensor) -> Tensor:

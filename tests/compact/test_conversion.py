@@ -150,7 +150,7 @@ class Wrapped(nn.Module):
     [
         (lambda: Quantised(6, 6), "Quantised is no plain linear layer"),
         (lambda: nn.Linear(6, 6).requires_grad_(False), "frozen"),
-        (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)), "no plain linear layer"),
+        (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)), "no parameter"),
         (lambda: nn.utils.weight_norm(nn.Linear(6, 6)), "no parameter"),
     ],
     ids=["subclass", "frozen", "parametrised", "weight norm"],
