@@ -16,7 +16,7 @@ from grass.compact_mode.registry import layers_of
 from grass.options import Options, validate
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import local
-from grass.selection.exploration import explored_directions
+from grass.selection.exploration import explored_directions, turns
 from grass.selection.projector import Projector
 from grass.state.moments import source_rows
 from grass.state.precision import rounding_key
@@ -48,7 +48,8 @@ def attach(
 
     Explored rows (:mod:`grass.selection.exploration`) do not move by the optimizer's rule. They move against their
     gradient (``maximize=True``: along it), as far as the optimizer moves selected rows. Its state for them is zeroed in
-    each step.
+    each step. Decoupled weight decay, as AdamW's and Muon's, shrinks them by ``lr weight_decay (n - r) / q``, which on
+    average is its strength for selected rows; decay that is part of the gradient does not reach them.
 
     A step that the optimizer skips because ``GradScaler`` found an overflow, as fused optimizers do inside ``step()``,
     does not count: all rows stay.
@@ -193,6 +194,13 @@ class Attachment:
         groups = self.optimizer.param_groups
         return any(group.get("maximize", False) for group in groups if any(p is layer.active for p in group["params"]))
 
+    def _decay_of(self, layer: CompactLayer) -> float:
+        """What the optimizer's decoupled weight decay takes off a weight in each step, as a fraction."""
+        (group,) = (g for g in self.optimizer.param_groups if any(p is layer.active for p in g["params"]))
+        if group.get("decoupled_weight_decay") or isinstance(self.optimizer, (torch.optim.AdamW, torch.optim.Muon)):
+            return float(group["lr"]) * float(group["weight_decay"])
+        return 0.0
+
     def _explore(self, layer: CompactLayer, before: Tensor) -> None:
         """Replace the optimizer's move of explored rows by ours, and zero its state for them."""
         assert layer.active.grad is not None
@@ -204,7 +212,9 @@ class Attachment:
         for own_update, selected, explored in zip(*(t.chunk(layer.experts, dim) for t in parts), strict=True):
             unit, lengths = explored_directions(own_update, selected, local(explored), dim, explored)
             moves.append(unit * lengths.unsqueeze(1 - dim) * reach)
-        layer.explored_part(rows).copy_(layer.explored_part(before) - torch.cat(moves, dim))
+        explored = layer.explored_part(before)
+        factor = max(0.0, 1 - self._decay_of(layer) * turns(layer.shape[dim], *layer.counts()))
+        layer.explored_part(rows).copy_(factor * explored - torch.cat(moves, dim))
         for value in self._state_of_rows(layer):
             layer.explored_part(local(value)).zero_()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from fractions import Fraction
 
 from page_tables.markdown import table
 from page_tables.source import Row, read, select
@@ -23,6 +24,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "GaLore": ("GaLore", USUAL),
 }
 """What a column of the tables shows: the method, and which of its rows."""
+
+TIMES_ADAMW = ("inputs_times_adamw", "times_adamw")
+"""Columns of ``saved_activations.csv``."""
 
 PLANNED_ROWS = ("weights", "active rows", "gradients", "moments", "activations", "peak", "fits", "largest rank")
 
@@ -72,3 +76,16 @@ def planner() -> str:
     block = out.getvalue().split("\n\n")[1]
     shown = [line for line in block.splitlines() if line.startswith((" " * 20, *PLANNED_ROWS))]
     return "\n".join(["```text", *shown, "```"])
+
+
+def saved_activations() -> str:
+    """What a block saves for backward, times what it saves under AdamW."""
+    header = ["r = q", "linear inputs", "the whole block", "without sharing: inputs", "block"]
+    rows = {(row["method"].rpartition(" ")[2], row["share"]): row for row in read("saved_activations.csv")[1:]}
+    shares = dict.fromkeys(share for _, share in rows)
+    cells = (
+        [f"{Fraction(share)} n"]
+        + [f"{float(rows[way, share][key]):.2f}" for way in ("shared", "alone") for key in TIMES_ADAMW]
+        for share in shares
+    )
+    return table(header, cells)

@@ -258,3 +258,26 @@ def test_fused_step_that_a_scaler_skips(overflowing: int, selection: str) -> Non
     assert selections(trained[1]) == selections(trained[0])
     for name, layer in compact_layers(trained[0]).items():
         torch.testing.assert_close(trained[1].get_submodule(name).weight, layer.weight, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "strength"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2), 0.02),
+        (lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2, decoupled_weight_decay=True), 0.02),
+        (lambda p: torch.optim.Muon(p, lr=0.1, weight_decay=0.2), 0.02),
+        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.2), 0.0),
+    ],
+    ids=["AdamW", "Adam", "Muon", "SGD"],
+)
+def test_decoupled_decay_of_explored_rows(make: Make, strength: float) -> None:
+    """As strong as for selected rows on average: a row is explored in ``q`` of ``n - r`` steps."""
+    layer = nn.Linear(12, 8, bias=False, dtype=torch.float64)
+    grass.compact(layer, rank=3, explore=4)
+    optimizer = make([layer.active])
+    grass.attach(optimizer, layer)
+    before, explored = layer.weight.clone(), layer.explored.clone()
+    layer.active.grad = torch.zeros_like(layer.active)
+    optimizer.step()
+    expected = before[:, explored] * (1 - strength * 9 / 4)
+    torch.testing.assert_close(layer.weight[:, explored], expected)
