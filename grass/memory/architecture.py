@@ -24,12 +24,14 @@ class Linear:
         n: input features.
         experts: how many matrices there are.
         used: how many of them compute each token.
+        name: of the layer in its block; experts have none.
     """
 
     m: int
     n: int
     experts: int = 1
     used: int = 1
+    name: str = field(default="", compare=False)
 
     @property
     def elements(self) -> int:
@@ -149,9 +151,11 @@ def _meta_model(config: Any) -> Any:
 def _parameters(block: nn.Module, used: int) -> tuple[Linear | int, ...]:
     """A block's parameters: the matrices that :func:`grass.compact` would convert, and the elements of the others."""
     layers: dict[str, Any] = {name: block.get_submodule(name) for name in matched_modules(block)}
-    converted = [layer for name, layer in layers.items() if convertible(name, layer)]
-    shapes = {id(layer.weight): layer.weight.shape[:: 1 if isinstance(layer, nn.Linear) else -1] for layer in converted}
-    found = {key: Linear(*shape) for key, shape in shapes.items()}
+    found = {}
+    for name, layer in layers.items():
+        if convertible(name, layer):
+            m, n = layer.weight.shape[:: 1 if isinstance(layer, nn.Linear) else -1]
+            found[id(layer.weight)] = Linear(m, n, name=name)
     for module in block.modules():
         for name, transposed in expert_weights(module).items():
             weight = module.get_parameter(name)
