@@ -254,3 +254,9 @@ def test_another_optimizer_is_refused(tiny_llama: Build, tmp_path: Path, optim: 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_trainers_names_of_adamw_are_accepted(tiny_llama: Build, tmp_path: Path, optim: str) -> None:
     trainer(tiny_llama(), arguments(tmp_path, optim=optim), "compact")
+
+
+def test_arguments_by_position(tiny_llama) -> None:
+    """Some trainers pass their arguments as the second positional one."""
+    args = TrainingArguments(learning_rate=0.125, weight_decay=0.0)
+    assert GrassFactory()(tiny_llama(), args, rank=4).param_groups[0]["lr"] == 0.125

@@ -32,8 +32,8 @@ class GrassFactory:
     def __call__(
         self,
         model: nn.Module,
-        *,
         args: TrainingArguments | None = None,
+        *,
         mode: str = "compact",
         rank: int | float | None = None,
         targets: Targets = None,
