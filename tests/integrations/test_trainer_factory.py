@@ -256,7 +256,7 @@ def test_trainers_names_of_adamw_are_accepted(tiny_llama: Build, tmp_path: Path,
     trainer(tiny_llama(), arguments(tmp_path, optim=optim), "compact")
 
 
-def test_arguments_by_position(tiny_llama) -> None:
+def test_arguments_by_position(tmp_path: Path, tiny_llama: Build) -> None:
     """Some trainers pass their arguments as the second positional one."""
-    args = TrainingArguments(learning_rate=0.125, weight_decay=0.0)
-    assert GrassFactory()(tiny_llama(), args, rank=4).param_groups[0]["lr"] == 0.125
+    optimizer = GrassFactory()(tiny_llama(), arguments(tmp_path, learning_rate=0.125), rank=4)
+    assert optimizer.param_groups[0]["lr"] == 0.125
