@@ -1,6 +1,7 @@
 r"""What training a model takes, by category and method, and what fits a GPU.
 
     python -m grass.memory --model 13b --rank 256 --seq 2048 --batch 1 --gpu 40GB
+    python -m grass.memory --model 7b --rank 0.05 --lora-rank 64
     python -m grass.memory --model Qwen/Qwen2.5-7B --moments 8bit --gpu 24GiB
     python -m grass.memory --model 13b --offload --machine machine.json --gpu 40GB
     python -m grass.memory --model 13b --offload-path /fast/disk
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         setting = Setting(
             **given,
+            lora_rank=args.lora_rank,
             selection=args.selection,
             dim=args.dim,
             policy=args.policy,
@@ -91,6 +93,7 @@ def argument_parser() -> ArgumentParser:
     add(
         "--rank", type=number, help="an integer, or a fraction of the dimension; default: 256, or the most there can be"
     )
+    add("--lora-rank", type=int, default=16, help="of LoRA and QLoRA")
     add("--explore", type=number, help="other rows or columns that Grass moves in each step; default: as many as rank")
     add("--selection", choices=available_rules(), default="uniform", help="Grass's rule")
     add(

@@ -15,7 +15,8 @@ SEQUENCE_STEP = 128
 LARGEST = 2**20
 """Beyond this batch or sequence nothing is looked for."""
 
-WITHOUT_RANK = ("AdamW", "8-bit AdamW")
+WITHOUT_RANK = ("AdamW", "AdamW float32", "8-bit AdamW")
+WITH_ADAPTERS = ("LoRA", "QLoRA")
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ def largest_that_fit(method: str, model: Architecture, setting: Setting, gpu: in
 
     ranks = (setting.largest_rank(model) - (setting.explore if isinstance(setting.explore, int) else 0)) // RANK_STEP
     sequences = min(model.window or LARGEST, model.positions or LARGEST) // SEQUENCE_STEP
+    name = "lora_rank" if method in WITH_ADAPTERS else "rank"
     return Largest(
-        None if method in WITHOUT_RANK else _largest(lambda k: fits(rank=k * RANK_STEP), ranks, RANK_STEP),
+        None if method in WITHOUT_RANK else _largest(lambda k: fits(**{name: k * RANK_STEP}), ranks, RANK_STEP),
         _largest(lambda k: fits(batch_size=k), LARGEST, 1),
         _largest(lambda k: fits(seq_len=k * SEQUENCE_STEP), sequences, SEQUENCE_STEP),
     )

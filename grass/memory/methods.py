@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
+
 from grass.memory.activations import traced
-from grass.memory.architecture import Architecture, Linear
+from grass.memory.architecture import Architecture
 from grass.memory.setting import MOMENTS, Setting
 from grass.memory.tracing import Traced
 
@@ -58,6 +60,7 @@ class Holdings:
         inputs: blocks whose inputs checkpointing keeps on the device; ``None``: all.
         codes: whether the blocks' weights are int8 codes.
         whole: elements of the parameters that are stepped whole.
+        in_backward: whether a gradient is stepped and freed as soon as it is complete.
     """
 
     weights: int
@@ -77,6 +80,7 @@ class Holdings:
     inputs: int | None = None
     codes: bool = False
     whole: int = 0
+    in_backward: bool = False
 
     def inputs_of(self, model: Architecture) -> int:
         """Blocks whose inputs are on the device at a time under checkpointing."""
@@ -85,8 +89,14 @@ class Holdings:
 
 Method = Callable[[Architecture, Setting], Holdings]
 
+DENSE_STEP = 8
+"""Bytes per element of a weight that a step of dense mode takes while it runs."""
+
 ROUNDING = 45
 """Bytes per element that stochastic rounding of explored rows takes while it runs: bits and sums are int64."""
+
+NF4 = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+"""Bytes per element of a weight of QLoRA."""
 
 QUANTISING = 48
 """Likewise for writing active rows back as int8 codes."""
@@ -104,6 +114,12 @@ def adamw(model: Architecture, setting: Setting) -> Holdings:
         layer_saved=traced(model, setting, linears=True).block,
         whole=model.parameters,
     )
+
+
+def adamw_float32(model: Architecture, setting: Setting) -> Holdings:
+    """AdamW with float32 masters and moments beside weights and gradients in ``dtype``, as large models are trained."""
+    masters = 4 * model.parameters if setting.dtype != torch.float32 else 0
+    return replace(adamw(model, setting), moments=8 * model.parameters + masters)
 
 
 def adamw_8bit(model: Architecture, setting: Setting) -> Holdings:
@@ -124,9 +140,10 @@ def lora(model: Architecture, setting: Setting) -> Holdings:
     and ``x A^T``.
     """
     active_e = setting.active_dtype.itemsize
-    adapters = sum(linear.experts * _rank(linear, setting) * (linear.m + linear.n) for linear in model.linears)
+    r = setting.lora_rank
+    adapters = sum(linear.experts * r * (linear.m + linear.n) for linear in model.linears)
     frozen, cast = traced(model, setting, linears=False, others=False), setting.active_dtype != setting.dtype
-    inputs = setting.tokens * active_e * sum(linear.used * _rank(linear, setting) for linear in model.linears)
+    inputs = setting.tokens * active_e * r * sum(linear.used for linear in model.linears)
     if cast:
         inputs += setting.tokens * active_e * sum(linear.used * linear.n for linear in model.linears)
     return Holdings(
@@ -138,6 +155,17 @@ def lora(model: Architecture, setting: Setting) -> Holdings:
         traced=frozen,
         layer_saved=inputs + (frozen if cast else traced(model, setting, linears=True, others=False)).block,
     )
+
+
+def qlora(model: Architecture, setting: Setting) -> Holdings:
+    """LoRA over weights of blocks in 4 bits (Dettmers et al., 2023), each decoded to ``dtype`` where it is used.
+
+    NF4 with two scales, of 64 elements in 8 bits and of 256 of those in float32: :data:`NF4` bytes an element.
+    """
+    plain, e = lora(model, setting), setting.dtype.itemsize
+    saved = model.layers * model.layer_matrix * (e - NF4)
+    largest = max(linear.m * linear.n for linear in model.linears)
+    return replace(plain, weights=round(plain.weights - saved), layer_workspace=largest * e)
 
 
 def galore(model: Architecture, setting: Setting) -> Holdings:
@@ -154,6 +182,18 @@ def galore(model: Architecture, setting: Setting) -> Holdings:
     full = adamw(model, setting)
     moments = (model.layers * state + 2 * rest) * e
     return Holdings(**{**vars(full), "moments": moments, "step_workspace": max(3 * 4 * largest, 2 * model.head * e)})
+
+
+def grass_dense(model: Architecture, setting: Setting) -> Holdings:
+    """:class:`grass.GrassAdamW` in dense mode: whole gradients, moments of ``r`` rows, and all other rows explored."""
+    full, compact = adamw(model, setting), grass(model, setting)
+    largest = max(linear.elements for linear in model.linears)
+    return replace(full, moments=compact.moments, bank=compact.bank, step_workspace=DENSE_STEP * largest)
+
+
+def grass_in_backward(model: Architecture, setting: Setting) -> Holdings:
+    """Dense mode with :func:`grass.step_in_backward`, where a gradient lives until it is complete."""
+    return replace(grass_dense(model, setting), in_backward=True)
 
 
 def grass(model: Architecture, setting: Setting) -> Holdings:
@@ -262,9 +302,13 @@ OFFLOADABLE = ("AdamW", "Grass", "Grass int8")
 
 METHODS: dict[str, Method] = {
     "AdamW": adamw,
+    "AdamW float32": adamw_float32,
     "8-bit AdamW": adamw_8bit,
     "LoRA": lora,
+    "QLoRA": qlora,
     "GaLore": galore,
+    "Grass dense": grass_dense,
+    "Grass in backward": grass_in_backward,
     "Grass": grass,
     "Grass int8": grass_int8,
 }
@@ -278,7 +322,3 @@ def active_sizes(model: Architecture, setting: Setting) -> list[tuple[int, int, 
         size, width = linear.size(setting.dim), linear.width(setting.dim)
         found.append((linear.experts * setting.rank_of(size), linear.experts * setting.explored_of(size), width))
     return found
-
-
-def _rank(linear: Linear, setting: Setting) -> int:
-    return setting.rank_of(linear.size(setting.dim))

@@ -88,7 +88,7 @@ def plan(method: str, model: Architecture, setting: Setting) -> Plan:
     return Plan(
         weights=held.weights,
         active_rows=held.active_rows,
-        gradients=model.layers * held.layer_gradients + held.end_gradients,
+        gradients=0 if held.in_backward else model.layers * held.layer_gradients + held.end_gradients,
         moments=held.moments,
         bank=held.bank,
         host=held.host,
@@ -117,6 +117,8 @@ def peaks(held: Holdings, model: Architecture, setting: Setting, *, refresh: boo
     in_layer = (activations if setting.checkpointing else 0) + held.traced.temporaries + held.layer_workspace
     ends, head = held.traced.ends, model.head * setting.dtype.itemsize if held.end_gradients else 0
     gradients = layers * layer_gradients + held.end_gradients
+    if held.in_backward:
+        gradients = max(layer_gradients, head)
     untied = head if held.end_gradients and not model.tied else 0
     embedding = 2 * held.traced.block_input + (2 * head if model.tied else 0)
     before_first = gradients - layer_gradients - untied

@@ -22,7 +22,8 @@ class Setting:
     """A training run.
 
     Attributes:
-        rank: rows or columns per weight, a number or a fraction; of LoRA and GaLore too.
+        rank: rows or columns per weight, a number or a fraction; of GaLore too.
+        lora_rank: of LoRA's and QLoRA's adapters.
         explore: other rows or columns that Grass moves in each step, without moments; ``None``: as many as ``rank``,
             at most those that are left.
         selection: Grass's rule. One that reads gradient norms needs steps that gather a sketch.
@@ -47,6 +48,7 @@ class Setting:
     """
 
     rank: int | float = 256
+    lora_rank: int = 16
     explore: int | float | None = None
     selection: str = "uniform"
     dim: int = 1
@@ -78,6 +80,7 @@ class Setting:
         if self.moments not in MOMENTS:
             raise ValueError(f"Invalid moments={self.moments!r}: must be one of {', '.join(MOMENTS)}")
         for name, least in (
+            ("lora_rank", 1),
             ("batch_size", 1),
             ("seq_len", 1),
             ("chunk_tokens", 0),

@@ -33,7 +33,7 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("Grass int8", {"moments": "8bit", "selection": "multinomial_norm"}, True),
     ("AdamW", {}, False),
     ("8-bit AdamW", {}, False),
-    ("LoRA", {}, False),
+    ("LoRA", {"lora_rank": 256}, False),
     ("GaLore", {}, False),
 ]
 """Method, what differs from checkpointed layers and a chunked loss, and whether the step gathers a sketch."""

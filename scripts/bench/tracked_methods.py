@@ -37,7 +37,7 @@ def _lora(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
     from peft import LoraConfig, inject_adapter_in_model
 
     model.requires_grad_(False)
-    config = LoraConfig(r=int(setting.rank), target_modules=grass.matched_modules(model))
+    config = LoraConfig(r=setting.lora_rank, target_modules=grass.matched_modules(model))
     with patch.object(nn.Module, "to", lambda module, *_, **__: module):  # fake parameters cannot be moved in place
         inject_adapter_in_model(config, model)
     for module in model.modules():
@@ -45,6 +45,17 @@ def _lora(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
             if p is not None and p.requires_grad:
                 module._parameters[name] = nn.Parameter(p.detach().to(setting.active_dtype))
     return AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+
+
+def _dense(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
+    groups = grass.param_groups(model, rank=setting.rank)
+    return grass.GrassAdamW(groups, dim=setting.dim, state_policy=setting.policy, update_interval=interval)
+
+
+def _in_backward(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
+    optimizer = _dense(model, setting, interval)
+    grass.step_in_backward(optimizer)
+    return optimizer
 
 
 def _grass(model: nn.Module, setting: Setting, interval: int, weights: str | None = None) -> Optimizer:
@@ -70,6 +81,8 @@ BUILDERS: dict[str, Callable[[nn.Module, Setting, int], Optimizer]] = {
     "8-bit AdamW": partial(_peer, "adamw8bit"),
     "LoRA": _lora,
     "GaLore": partial(_peer, "galore"),
+    "Grass dense": _dense,
+    "Grass in backward": _in_backward,
     "Grass": _grass,
     "Grass int8": partial(_grass, weights="int8"),
 }

@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
+from grass.memory import METHODS
 from grass.memory.__main__ import main
 from tests.memory.architectures import CAPPED, KINDS
 
-METHODS = ["AdamW", "8-bit AdamW", "LoRA", "GaLore", "Grass", "Grass int8"]
+SOME = ["AdamW", "8-bit AdamW", "LoRA", "GaLore", "Grass", "Grass int8"]
 CONFIGURATIONS = {
     "bert": {"model_type": "bert"},
     "width": {"model_type": "llama", "hidden_size": "wide"},
@@ -24,10 +25,11 @@ SHOWN = ["--model", "13b", "--rank", "192", "--seq", "2048", "--batch", "1", "--
 
 
 def table(capsys, *arguments):
-    """Rows of the printed table by their labels."""
+    """Rows of the printed table by their labels: the columns of :data:`SOME` methods."""
     main(arguments)
     lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
-    return {line[0]: line[1:] for line in lines if len(line) == len(METHODS) + 1}
+    columns = [1 + list(METHODS).index(method) for method in SOME]
+    return {line[0]: [line[i] for i in columns] for line in lines if len(line) == len(METHODS) + 1}
 
 
 def test_the_commands_own_example(capsys):
@@ -60,6 +62,16 @@ def test_exploring_and_rules_reach_the_plan(capsys):
     assert float(sketched["workspace"][4]) > float(plain["workspace"][4])
     main([*SHOWN[:-2], "--explore", "0.125"])
     assert "Grass: 0.125 explored, selection uniform, policy keep" in capsys.readouterr().out
+
+
+def test_the_rank_of_adapters_is_their_own(capsys):
+    plain, wider = table(capsys, *SHOWN), table(capsys, *SHOWN, "--lora-rank", "64")
+    for label, cells in plain.items():
+        for method, ours, theirs in zip(SOME, cells, wider[label], strict=True):
+            if label == "active rows, adapters" and method == "LoRA":
+                assert float(theirs) == pytest.approx(4 * float(ours), rel=0.05)
+            elif method != "LoRA":
+                assert ours == theirs
 
 
 def test_offload_reaches_the_plan(capsys):
@@ -122,6 +134,7 @@ def test_sizes_in_any_case(capsys):
     ("arguments", "message"),
     [
         (["--gpu", "40"], "Invalid size '40': must be a number with one of the units GB, GiB"),
+        (["--lora-rank", "0"], "lora_rank=0: must be >= 1"),
         (["--rank", "9999"], "rank=9999: must be at most 5120"),
         (["--explore", "5000"], "Invalid --explore=5000: must be a fraction, or at most 4864 for this model"),
         (["--batch", "0"], "Invalid --batch=0: must be >= 1"),

@@ -139,7 +139,7 @@ def test_seconds_and_files_in_the_table(capsys: pytest.CaptureFixture[str], tmp_
     rows = {line[:26].strip(): line[26:].split() for line in printed.splitlines()}
     adamw, *refused, grass_, int8 = rows["step, link and update, s"]
     assert float(adamw) > float(grass_) > float(int8) > 0
-    assert refused == ["-"] * 3
+    assert set(refused) == {"-"}
     assert float(rows["of these in files"][0]) > 0
     assert "rates of an even one" in printed
     assert f"{tmp_path} has " in printed
