@@ -19,6 +19,8 @@ sees the same norm on every rank, an unbiased estimate of the whole gradient's.
 
 # No postponed annotations here: DDP compares those of a hook with its own types.
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,7 +36,7 @@ from grass.selection.exploration import draw_explored, gradient_scale
 from grass.selection.projector import Projector
 from grass.selection.rules import needs_norms
 from grass.state.moments import moment_dtype
-from grass.state.refresh import choose, current_projector, refresh_due
+from grass.state.refresh import choose, current_projector, is_informative, refresh_due
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -68,6 +70,8 @@ class ReducedAllreduceState:
         if any(is_batch(p, group) for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("The reduced all-reduce does not take experts in dense mode: use compact mode, or DDP")
         self.optimizer, self.refresh = optimizer, refresh
+        self._sent: dict[int, Sent] = {}
+        self._watched: set[int] = set()
         optimizer.verify_settings()
 
     @property
@@ -93,11 +97,43 @@ class ReducedAllreduceState:
             projected = is_projected(p, group) and id(p) not in active
             every.append(Traveller(p, grad, group, index, self.optimizer.state.get(p, {}), projected))
         for item in every:
-            if item.decides and not needs_norms(item.group["selection"]):
+            self._continue(item)
+            if item.rows is None and item.decides and not needs_norms(item.group["selection"]):
                 item.decide(torch.ones(item.matrix.shape[resolve_dim(item.group["dim"], item.matrix)]))
         if self.refresh == "sketch":
             self._decide([item for item in every if item.rows is None and item.decides and item.sketch_pays])
+        for item in every:
+            self._note(item)
         return every
+
+    def _continue(self, item: "Traveller") -> None:
+        """Go on with a gradient that an earlier synchronisation has left in this step: unscaled, with its rows."""
+        sent = self._sent.get(id(item.parameter))
+        if sent is None:
+            return
+        if item.parameter.grad is None:  # dropped since, and this rank does not use the parameter
+            del self._sent[id(item.parameter)]
+            return
+        sent.unscale_(item.grad)
+        if sent.age == item.age:
+            item.rows, item.explored = sent.rows, sent.explored
+
+    def _note(self, item: "Traveller") -> None:
+        """Remember the rows that travel, until the gradient is dropped."""
+        if item.rows is None:
+            self._sent.pop(id(item.parameter), None)
+            return
+        self._sent[id(item.parameter)] = Sent(item.rows, item.explored, item.age)
+        if id(item.parameter) not in self._watched:
+            self._watched.add(id(item.parameter))
+            item.parameter.register_hook(_before_adding(self, item.parameter))  # type: ignore[no-untyped-call]
+
+    def before_adding(self, parameter: Tensor) -> None:
+        """Prepare what a synchronisation has left of a gradient for the next micro-batch, which is added to it."""
+        if parameter.grad is None:
+            self._sent.pop(id(parameter), None)
+        elif id(parameter) in self._sent:
+            self._sent[id(parameter)].unscale_(parameter.grad)
 
     def _decide(self, undecided: "list[Traveller]") -> None:
         """Choose the rows of gradients from sketches, summed over the ranks at once."""
@@ -111,6 +147,19 @@ class ReducedAllreduceState:
             norms = torch.linalg.vector_norm(part.view_as(sketch), dim=1)
             self.optimizer.given_norms[item.parameter] = norms
             item.decide(norms.cpu())
+
+
+def _before_adding(state: ReducedAllreduceState, parameter: Tensor) -> Callable[[Tensor], None]:
+    """A hook that runs before a gradient is added to ``parameter.grad``; it keeps neither of the two alive."""
+    state_reference, parameter_reference = weakref.ref(state), weakref.ref(parameter)
+
+    def hook(added: Tensor) -> None:
+        found, p = state_reference(), parameter_reference()
+        if found is not None and p is not None:
+            with torch.no_grad():
+                found.before_adding(p)
+
+    return hook
 
 
 def moves_whole_weights(optimizer: GrassAdamW) -> bool:
@@ -131,8 +180,8 @@ def reduced_allreduce_hook(state: ReducedAllreduceState, bucket: GradBucket) -> 
     """Average over the ranks what the optimizer will use of a bucket; for ``ddp_model.register_comm_hook``.
 
     Works with every bucket layout, ``no_sync``, ``gradient_as_bucket_view``, static graphs, unused parameters, and
-    inside torch's ``fp16_compress_wrapper`` and ``bf16_compress_wrapper``. Accumulate under ``no_sync``: with
-    ``refresh="sketch"`` each synchronisation chooses rows and drops what the others have gathered.
+    inside torch's ``fp16_compress_wrapper`` and ``bf16_compress_wrapper``. Gradients may also be accumulated without
+    ``no_sync``, for more bytes. With ``refresh="sketch"`` the first micro-batch then decides the rows of the step.
     """
     buffer, travellers = bucket.buffer(), state.travellers(bucket)
     whole = all(item.rows is None for item in travellers)
@@ -151,6 +200,34 @@ def reduced_allreduce_hook(state: ReducedAllreduceState, bucket: GradBucket) -> 
 
 
 @dataclass
+class Sent:
+    """What a synchronisation has left in a gradient: these rows, explored ones scaled.
+
+    Attributes:
+        rows: as in :class:`Traveller`.
+        explored: how many of these are explored.
+        age: steps and selections of the weight at that time; ``None`` if nothing decided the rows.
+        scaled: whether the explored rows have their scale.
+    """
+
+    rows: Projector
+    explored: int
+    age: tuple[int, int] | None
+    scaled: bool = True
+
+    def unscale_(self, grad: Tensor) -> None:
+        """Take the scale from a gradient once: what is added to it has none, and all is scaled afterwards."""
+        if self.explored and self.scaled:
+            matrix = as_matrix(grad)
+            count = self.rows.indices.numel()
+            factor = gradient_scale(matrix.shape[self.rows.dim], count - self.explored, self.explored)
+            explored = Projector(self.rows.indices[-self.explored :], None, self.rows.dim)
+            explored.scatter_(matrix, explored.gather(matrix) / factor)
+            _put_back(matrix, grad)
+        self.scaled = False
+
+
+@dataclass
 class Traveller:
     """One gradient in a bucket, and which rows of it travel.
 
@@ -158,6 +235,7 @@ class Traveller:
         rows: the rows without their scale, each once, explored rows last; ``None``: all.
         explored: how many of these are explored.
         decides: whether the coming step chooses rows.
+        age: steps and selections so far; ``None`` if the gradient was zero and could not decide the rows.
     """
 
     parameter: Tensor
@@ -170,6 +248,7 @@ class Traveller:
     explored: int = 0
 
     def __post_init__(self) -> None:
+        self.age: tuple[int, int] | None = self.state.get("step", 0), self.state.get("refreshes", 0)
         self.decides = self.projected and refresh_due(self.state, self.group)
         if self.projected and not self.decides:
             self._travel(current_projector(self.state))
@@ -206,6 +285,7 @@ class Traveller:
         rank = resolve_rank(self.group["rank"], self.matrix.shape[dim])
         selection = choose(self.state, norms, rank, self.group, self.index)
         device = self.grad.device
+        self.age = self.age if is_informative(norms) else None
         self._travel(Projector.from_selection(selection, dim, device) if selection else current_projector(self.state))
 
     def take(self) -> Tensor:
@@ -225,8 +305,7 @@ class Traveller:
             rank = count - self.explored
             values.narrow(dim, rank, self.explored).mul_(gradient_scale(matrix.shape[dim], rank, self.explored))
         self.rows.scatter_(matrix, values)
-        if matrix.data_ptr() != self.grad.data_ptr():  # a copy: channels_last
-            self.grad.copy_(matrix.view(self.grad.shape))
+        _put_back(matrix, self.grad)
 
     def _travel(self, projector: Projector) -> None:
         indices = projector.indices if projector.scale is None else torch.unique_consecutive(projector.indices)
@@ -236,6 +315,12 @@ class Traveller:
             drawn = draw_explored(indices, size, self.explored, self.group["seed"], self.index, step)
             indices = torch.cat([indices, drawn])
         self.rows = Projector(indices, None, projector.dim)
+
+
+def _put_back(matrix: Tensor, grad: Tensor) -> None:
+    """Copy a changed matrix into the gradient if it is a copy of it, as with channels_last."""
+    if matrix.data_ptr() != grad.data_ptr():
+        grad.copy_(matrix.view(grad.shape))
 
 
 def pack(travellers: list[Traveller], buffer: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -69,6 +70,83 @@ def test_joint_training_equals_one_process(size: int) -> None:
             assert_close(ours, theirs)
 
 
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def accumulated(rank: int) -> list[list[dict[str, torch.Tensor]]]:
+    """Gradients after each of two micro-batches that are both synchronised, step by step, and the final weights."""
+    trained = []
+    for refresh, rule in (("full", RULES[4]), ("full", RULES[5]), ("sketch", {**RULES[5], "sketch_size": 5})):
+        for layout in ({}, {"gradient_as_bucket_view": True}):
+            model, optimizer = dense(**rule)
+            ddp, seen = hooked(model, optimizer, refresh, **layout), []
+            for number, batch in enumerate(joint_batches()):
+                optimizer.zero_grad(set_to_none=number % 2 == 0)
+                for part in zip(*(t.chunk(2) for t in share(batch)), strict=True):
+                    (loss_of(ddp, part) / 2).backward()
+                seen.append(gradients(model))
+                optimizer.step()
+            trained.append([*seen, weights(model)])
+    return trained
+
+
+def estimated(exact: torch.Tensor, ours: torch.Tensor, rows: list[int], dim: int) -> torch.Tensor:
+    """The exact gradient where ours is not zero, its explored rows by the factor that clipping needs."""
+    chosen = (ours != 0).any(1 - dim)
+    factors = chosen.to(exact)
+    factors[chosen.nonzero().flatten()] = math.sqrt((len(chosen) - len(rows)) / max(1, int(chosen.sum()) - len(rows)))
+    factors[torch.tensor(rows)] = 1.0
+    return exact * factors.unsqueeze(1 - dim)
+
+
+def test_accumulation_without_no_sync() -> None:
+    """Every micro-batch counts alike: gradients of one process, with explored rows scaled once."""
+    ranks = run_world(accumulated, 2)
+    for number, rule in enumerate([RULES[4], RULES[4], RULES[5], RULES[5]]):
+        model, optimizer = dense(**rule)
+        for step, batch in enumerate(joint_batches()):
+            optimizer.zero_grad()
+            for micro in range(2):  # the parts that both ranks see in their first and in their second backward
+                part = [torch.cat([t.chunk(4)[micro], t.chunk(4)[2 + micro]]) for t in batch]
+                (loss_of(model, part) / 2).backward()
+            exact = gradients(model)
+            optimizer.step()
+            for trained in ranks:
+                for name, p in model.named_parameters():
+                    ours, theirs = trained[number][step][name], exact[name]
+                    if p.ndim == 2 and not (ours != 0).all():  # else a refresh, in which all rows travel
+                        theirs = estimated(theirs, ours, optimizer.state[p]["indices"].tolist(), rule["dim"])
+                    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+        for trained in ranks:
+            assert_close(trained[number][-1], weights(model))
+
+
+def test_accumulation_with_sketches_keeps_the_rows_of_the_first_micro_batch() -> None:
+    first = sketched_micro_batches()
+    for trained in run_world(accumulated, 2):
+        for number in (4, 5):
+            assert_close(trained[number][-1], first)
+
+
+def sketched_micro_batches() -> dict[str, torch.Tensor]:
+    """One process, given the norms of the sketch of both ranks' first micro-batch."""
+    model, optimizer = dense(**RULES[5], sketch_size=5)
+    group = optimizer.param_groups[0]
+    for batch in joint_batches():
+        optimizer.zero_grad()
+        for micro in range(2):
+            part = [torch.cat([t.chunk(4)[micro], t.chunk(4)[2 + micro]]) for t in batch]
+            (loss_of(model, part) / 2).backward()
+            for p in group["params"] if micro == 0 else ():
+                if refresh_due(optimizer.state.get(p, {}), group):
+                    generator = selection_generator(0, -p.shape[1], optimizer.state.get(p, {}).get("refreshes", 0))
+                    signs = rademacher(p.shape[1], 5, generator).to(p.dtype)
+                    optimizer.given_norms[p] = torch.linalg.vector_norm(p.grad @ signs, dim=1)
+        optimizer.step()
+    return weights(model)
+
+
 class Branched(Network):
     """A :class:`Network` with a weight that only some ranks use, one that none does, and a convolution."""
 
@@ -83,24 +161,34 @@ class Branched(Network):
         return y + self.side(x) if branch else y
 
 
-def branched(rank: int | None) -> dict[str, torch.Tensor]:
-    """Trained on two ranks of which the second uses the branch; ``None``: in one process with their mean loss."""
+def branched(rank: int | None, explore: int = 0, micro: int = 1) -> dict[str, torch.Tensor]:
+    """Trained on two ranks of which the second uses the branch, in its first micro-batch; ``None``: in one process."""
     torch.manual_seed(0)
     model = Branched()
-    optimizer = GrassAdamW([p for p in model.parameters()], **{**OPTIONS, "rank": 3, "dim": 1})
+    optimizer = GrassAdamW(
+        [p for p in model.parameters()], **{**OPTIONS, "rank": 3 - explore, "dim": 1, "explore": explore}
+    )
     ddp = model if rank is None else hooked(model, optimizer, find_unused_parameters=True)
     for x, y in joint_batches():
-        shares = zip(x.chunk(2), y.chunk(2), (False, True), strict=True)
-        losses = [(ddp(a, branch) - b).square().mean() for i, (a, b, branch) in enumerate(shares) if rank in (None, i)]
         optimizer.zero_grad()
-        torch.stack(losses).mean().backward()
+        shares = [
+            list(zip(a.chunk(micro), b.chunk(micro), strict=True)) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)
+        ]
+        for part in range(micro):
+            losses = [
+                (ddp(a, i == 1 and part == 0) - b).square().mean() / micro
+                for i, (a, b) in enumerate(share[part] for share in shares)
+                if rank in (None, i)
+            ]
+            torch.stack(losses).mean().backward()
         optimizer.step()
     return weights(model)
 
 
-def test_unused_parameters_and_channels_last() -> None:
-    expected = branched(None)
-    for ours in run_world(branched, 2):
+@pytest.mark.parametrize(("explore", "micro"), [(0, 1), (1, 2)])
+def test_unused_parameters_and_channels_last(explore: int, micro: int) -> None:
+    expected = branched(None, explore, micro)
+    for ours in run_world(branched, 2, explore, micro):
         assert_close(ours, expected)
 
 
