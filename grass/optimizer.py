@@ -327,7 +327,7 @@ class GrassAdamW(Optimizer):
             return self._going_on
         self._finish()
         layers, ranks = self.layers(), Ranks.of(self.process_group)
-        self._checks.before_step(self.param_groups, self.state, layers, ranks)
+        self._checks.before_step(self.param_groups, self.state, layers, ranks, self._settings())
         return WholeStep(self.state, layers, ranks, self._background, self.given_norms)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -339,12 +339,18 @@ class GrassAdamW(Optimizer):
             layer.clear_sketch()
 
     def verify_settings(self) -> None:
-        """Compare once with the other ranks what decides the selection; the first ``step`` does so too.
+        """Compare with the other ranks what decides a step; every ``step`` does so too.
 
         Raises:
             ValueError: on every rank, naming a setting that differs and the ranks that have each value.
         """
-        self._checks.check_ranks(self.param_groups, self.state, self.layers(), Ranks.of(self.process_group))
+        layers, ranks = self.layers(), Ranks.of(self.process_group)
+        self._checks.check_ranks(self.param_groups, self.state, layers, ranks, self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        """What ranks must agree on beside the groups' settings: groups of ranks are made for host tensors."""
+        options = None if self.offload is None else self.offload.options
+        return {"offload": None if options is None else "cpu", "masters": options is not None and options.masters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, bit for bit (:mod:`grass.state_dict`).

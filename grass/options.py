@@ -84,57 +84,64 @@ _NO_AMSGRAD, _NOT_CAPTURABLE, _NOT_DIFFERENTIABLE = (
 )
 
 
-def _option(default: Any, values: Range, meaning: str, *, shared: bool = False) -> Any:
-    return field(default=default, metadata={"range": values, "meaning": meaning, "shared": shared})
+def _option(default: Any, values: Range, meaning: str, *, decides: str) -> Any:
+    return field(default=default, metadata={"range": values, "meaning": meaning, "decides": decides})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The hyperparameters of one parameter group: a typed view, built once per group and step.
 
-    Each field's metadata holds its ``range`` (:class:`Range`), its ``meaning`` in a few words, and whether it is
-    ``shared``: the processes of a distributed run must agree on it.
+    Each field's metadata holds its ``range`` (:class:`Range`), its ``meaning`` in a few words, and what it ``decides``:
+    ``"rows"`` (which rows, and the layout of state), ``"moves"`` (how far rows move), or only ``"speed"``. The
+    processes of a distributed run must agree on the first two.
     """
 
-    lr: float | Tensor = _option(1e-3, _LR, "learning rate")  # noqa: RUF009 - a dataclass field
-    betas: tuple[float, float] = _option((0.9, 0.999), _BETAS, "decay rates of the moments")
-    eps: float = _option(1e-8, _NOT_NEGATIVE, "added to the denominator")
-    weight_decay: float = _option(1e-2, _NOT_NEGATIVE, "decoupled decay rate")
+    lr: float | Tensor = _option(1e-3, _LR, "learning rate", decides="moves")  # noqa: RUF009 - a dataclass field
+    betas: tuple[float, float] = _option((0.9, 0.999), _BETAS, "decay rates of the moments", decides="moves")
+    eps: float = _option(1e-8, _NOT_NEGATIVE, "added to the denominator", decides="moves")
+    weight_decay: float = _option(1e-2, _NOT_NEGATIVE, "decoupled decay rate", decides="moves")
     rank: int | float | None = _option(
-        None, _RANK, "selected rows per weight: an integer, or a fraction of the dimension", shared=True
+        None, _RANK, "selected rows per weight: an integer, or a fraction of the dimension", decides="rows"
     )
-    update_interval: int = _option(200, _COUNT_FROM_ONE, "steps from one selection to the next", shared=True)
-    selection: str = _option("uniform", _RULE, "rule that selects rows", shared=True)
-    replacement: bool = _option(False, _ANY, "draw rows with replacement", shared=True)
-    dim: int | str = _option(1, one_of("auto", 0, 1), "rows (0), columns (1), or the smaller dimension", shared=True)
-    scale: float | str = _option("auto", _SCALE, "multiplies the update of projected weights; auto: n / (r + q)")
-    state_policy: str = _option("keep", one_of(*POLICIES), "what a refresh does to the moments", shared=True)
-    warmup_after_refresh: int = _option(0, _COUNT, "steps of learning-rate warm-up after each refresh")
-    seed: int = _option(0, _INTEGER, "seed of the row selection", shared=True)
-    maximize: bool = _option(False, _ANY, "ascend")
-    decay: str = _option("selected", one_of("selected", "all"), "what weight_decay decays: selected or all rows")
+    update_interval: int = _option(200, _COUNT_FROM_ONE, "steps from one selection to the next", decides="rows")
+    selection: str = _option("uniform", _RULE, "rule that selects rows", decides="rows")
+    replacement: bool = _option(False, _ANY, "draw rows with replacement", decides="rows")
+    dim: int | str = _option(1, one_of("auto", 0, 1), "rows (0), columns (1), or the smaller dimension", decides="rows")
+    scale: float | str = _option(
+        "auto", _SCALE, "multiplies the update of projected weights; auto: n / (r + q)", decides="moves"
+    )
+    state_policy: str = _option("keep", one_of(*POLICIES), "what a refresh does to the moments", decides="rows")
+    warmup_after_refresh: int = _option(0, _COUNT, "steps of learning-rate warm-up after each refresh", decides="moves")
+    seed: int = _option(0, _INTEGER, "seed of the row selection", decides="rows")
+    maximize: bool = _option(False, _ANY, "ascend", decides="moves")
+    decay: str = _option(
+        "selected", one_of("selected", "all"), "what weight_decay decays: selected or all rows", decides="moves"
+    )
     refresh: str = _option(
-        "sketch", one_of("sketch", "exact"), "gradient norms of compact mode: sketched or exact", shared=True
+        "sketch", one_of("sketch", "exact"), "gradient norms of compact mode: sketched or exact", decides="rows"
     )
-    sketch_size: int = _option(32, _COUNT_FROM_ONE, "columns of the sketch", shared=True)
+    sketch_size: int = _option(32, _COUNT_FROM_ONE, "columns of the sketch", decides="rows")
     explore: int | float | None = _option(
         None,
         _EXPLORE,
         "rows that move without state in each step; default: all others, in compact mode as many as rank",
-        shared=True,
+        decides="rows",
     )
     experts: bool = _option(
-        False, _FLAG, "weights (E, m, n) are matrices of E experts, whose rows are chosen one by one", shared=True
+        False, _FLAG, "weights (E, m, n) are matrices of E experts, whose rows are chosen one by one", decides="rows"
     )
-    bank_dtype: str = _option("float32", one_of("float32", "bfloat16"), "precision of the bank", shared=True)
-    shard_bank: bool = _option(False, _FLAG, "divide the bank among the processes of DDP", shared=True)
-    moment_dtype: str = _option("float32", one_of(*PRECISIONS), "precision of selected rows' moments", shared=True)
-    stochastic_rounding: bool = _option(False, _FLAG, "round half-precision weights stochastically", shared=True)
-    fused: bool | None = _option(None, _FLAG_OR_NONE, "use the compiled CPU kernel; default: if it can be built")
-    foreach: bool | None = _option(None, _FLAG_OR_NONE, "use torch's foreach AdamW at full rank")
-    amsgrad: bool = _option(False, _NO_AMSGRAD, "not supported")
-    capturable: bool = _option(False, _NOT_CAPTURABLE, "not supported")
-    differentiable: bool = _option(False, _NOT_DIFFERENTIABLE, "not supported")
+    bank_dtype: str = _option("float32", one_of("float32", "bfloat16"), "precision of the bank", decides="rows")
+    shard_bank: bool = _option(False, _FLAG, "divide the bank among the processes of DDP", decides="rows")
+    moment_dtype: str = _option("float32", one_of(*PRECISIONS), "precision of selected rows' moments", decides="rows")
+    stochastic_rounding: bool = _option(False, _FLAG, "round half-precision weights stochastically", decides="rows")
+    fused: bool | None = _option(
+        None, _FLAG_OR_NONE, "use the compiled CPU kernel; default: if it can be built", decides="speed"
+    )
+    foreach: bool | None = _option(None, _FLAG_OR_NONE, "use torch's foreach AdamW at full rank", decides="speed")
+    amsgrad: bool = _option(False, _NO_AMSGRAD, "not supported", decides="speed")
+    capturable: bool = _option(False, _NOT_CAPTURABLE, "not supported", decides="speed")
+    differentiable: bool = _option(False, _NOT_DIFFERENTIABLE, "not supported", decides="speed")
 
     @classmethod
     def of(cls, group: Options | Mapping[str, Any]) -> Options:
@@ -185,8 +192,14 @@ DECLARED = {f.name: f for f in fields(Options)}
 DEFAULTS: dict[str, Any] = {name: f.default for name, f in DECLARED.items()}
 """The default of every hyperparameter."""
 
-SHARED_KEYS = tuple(name for name, f in DECLARED.items() if f.metadata["shared"])
-"""Settings that the processes of a distributed run must agree on: they decide rows and the layout of state."""
+ROW_KEYS = tuple(name for name, f in DECLARED.items() if f.metadata["decides"] == "rows")
+"""Settings that decide rows and the layout of state."""
+
+SPEED_KEYS = tuple(name for name, f in DECLARED.items() if f.metadata["decides"] == "speed")
+"""Settings that decide how a step is computed, and those that are not supported."""
+
+SHARED_KEYS = tuple(name for name in DECLARED if name not in SPEED_KEYS)
+"""Settings that the processes of a distributed run must agree on: those that decide what a step does."""
 
 PAPER = {
     "selection": "top_r",
@@ -208,7 +221,20 @@ def as_plain(values: dict[str, Any]) -> dict[str, Any]:
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     """The values of a group that decide what its state looks like and how rows are selected."""
-    return {key: group[key] for key in SHARED_KEYS}
+    return {key: group[key] for key in ROW_KEYS}
+
+
+def shared_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a group that processes must agree on; numbers as such, whatever type holds them."""
+    return {key: as_number(group[key]) for key in SHARED_KEYS}
+
+
+def as_number(value: Any) -> Any:
+    """A number that NumPy or a tensor of one element holds, as Python's; any other value as it is, lists as tuples."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(as_number, value))
+    is_number = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+    return value.item() if is_number else value
 
 
 def validate(values: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import Layers
-from grass.options import SHARED_KEYS, is_batch, is_projected, settings_of
+from grass.options import is_batch, is_projected, settings_of, shared_settings
+from grass.parallel.agreement import Agreement
 from grass.parallel.ranks import Ranks, checksum
 from grass.parallel.shards import is_sharded
 from grass.state.schema import State
@@ -24,24 +25,27 @@ class StepChecks:
     def __init__(self, groups: Groups) -> None:
         self._settings = [settings_of(group) for group in groups]
         self._by_rows: dict[int, bool] | None = None
-        self._ranks_agree = False
+        self._agreement = Agreement()
 
     def add_last(self, groups: Groups, layers: Layers) -> None:
         """Take note of the last group, which was added and checked."""
         self._by_rows = _trained_by_rows(groups, layers)
         self._settings.append(settings_of(groups[-1]))
 
-    def before_step(self, groups: Groups, states: Mapping[Tensor, State], layers: Layers, ranks: Ranks) -> None:
-        """All checks that need no gradient.
+    def before_step(
+        self, groups: Groups, states: Mapping[Tensor, State], layers: Layers, ranks: Ranks, others: Mapping[str, Any]
+    ) -> None:
+        """All checks that need no gradient. The ranks are compared first: an error of one is then one of all.
 
         Raises:
             TypeError: a setting was changed to a value of the wrong type.
             ValueError: a setting is out of range, must not change any more, or differs between the ranks.
-            RuntimeError: something has replaced parameters since they were added.
+            RuntimeError: something has replaced parameters since they were added, or ``DDP.join()`` is active.
         """
+        self._agreement.check_joining(ranks, groups)
+        self.check_ranks(groups, states, layers, ranks, others)
         self._check_settings(groups, states, layers)
         self._check_parameters(groups, layers)
-        self.check_ranks(groups, states, layers, ranks)
 
     def _check_settings(self, groups: Groups, states: Mapping[Tensor, State], layers: Layers) -> None:
         """Check groups whose settings were changed by hand since the last step."""
@@ -68,25 +72,40 @@ class StepChecks:
                 "step; train with DDP or FSDP2 (fully_shard)"
             )
 
-    def check_ranks(self, groups: Groups, states: Mapping[Tensor, State], layers: Layers, ranks: Ranks) -> None:
-        """Compare once with the other ranks what decides the selection.
+    def check_ranks(
+        self, groups: Groups, states: Mapping[Tensor, State], layers: Layers, ranks: Ranks, others: Mapping[str, Any]
+    ) -> None:
+        """Compare with the other ranks what decides a step, in the first step also parameters and their state.
+
+        Args:
+            groups: the optimizer's.
+            states: the optimizer's.
+            layers: converted layers by the ``id`` of their active rows.
+            ranks: that train the model together.
+            others: settings of the optimizer beside those of its groups.
 
         Raises:
             ValueError: on every rank, naming a setting that differs and the ranks that have each value.
         """
-        if self._ranks_agree or ranks.group is None:
+        if ranks.group is None:
             return
-        settings: dict[str, Any] = {}
+        settings = dict(others)
         for number, group in enumerate(groups):
-            settings |= {f"{key} of group {number}": group[key] for key in SHARED_KEYS}
-            for i, p in enumerate(group["params"]):
-                name = group.get("param_names", {i: f"parameter {i} of group {number}"})[i]
-                settings[f"the shape of {name}"] = tuple(p.shape)
-                settings[f"the age of {name}"] = [int(states.get(p, {}).get(key, 0)) for key in ("step", "refreshes")]
-                if id(p) in layers and layers[id(p)].strata == 1:
-                    settings[f"the rows of {name}"] = checksum(layers[id(p)].chosen)
-        ranks.verify_settings(settings)
-        self._ranks_agree = True
+            settings |= {f"{key} of group {number}": value for key, value in shared_settings(group).items()}
+        self._agreement.check(ranks, settings, lambda: _parameter_settings(groups, states, layers))
+
+
+def _parameter_settings(groups: Groups, states: Mapping[Tensor, State], layers: Layers) -> dict[str, Any]:
+    """Shape, age and selected rows of every parameter."""
+    settings: dict[str, Any] = {}
+    for number, group in enumerate(groups):
+        for i, p in enumerate(group["params"]):
+            name = group.get("param_names", {i: f"parameter {i} of group {number}"})[i]
+            settings[f"the shape of {name}"] = tuple(p.shape)
+            settings[f"the age of {name}"] = [int(states.get(p, {}).get(key, 0)) for key in ("step", "refreshes")]
+            if id(p) in layers and layers[id(p)].strata == 1:
+                settings[f"the rows of {name}"] = checksum(layers[id(p)].chosen)
+    return settings
 
 
 def check_gradients(groups: Groups) -> None:

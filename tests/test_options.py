@@ -8,7 +8,17 @@ import torch
 
 import grass
 from grass.command_line import ArgumentParser
-from grass.options import DECLARED, DEFAULTS, POLICIES, PRECISIONS, SHARED_KEYS, Options, check_value
+from grass.options import (
+    DECLARED,
+    DEFAULTS,
+    POLICIES,
+    PRECISIONS,
+    ROW_KEYS,
+    SHARED_KEYS,
+    SPEED_KEYS,
+    Options,
+    check_value,
+)
 from grass.state import policies
 from grass.training.run.flags import add_optimizer_flags
 from grass.training.run.optimizers import OptimizerConfig
@@ -46,7 +56,8 @@ def test_every_option_says_what_it_means_and_takes(name: str) -> None:
 
 def test_paper_and_shared_settings_are_options() -> None:
     assert grass.PAPER.keys() <= DEFAULTS.keys()
-    assert set(SHARED_KEYS) < DEFAULTS.keys()
+    assert set(ROW_KEYS) < set(SHARED_KEYS) < DEFAULTS.keys()
+    assert set(SPEED_KEYS) == {"fused", "foreach", "amsgrad", "capturable", "differentiable"}
 
 
 def test_names_have_implementations() -> None:

@@ -13,8 +13,9 @@ from grass.compact_mode.cycle import Trained, adopt, advance, arm, check_rows, r
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.registry import layers_of
-from grass.options import Options, validate
-from grass.parallel.ranks import Ranks
+from grass.options import SPEED_KEYS, Options, as_number, settings_of, validate
+from grass.parallel.agreement import Agreement
+from grass.parallel.ranks import Ranks, checksum
 from grass.parallel.shards import local
 from grass.selection.exploration import explored_directions, turns
 from grass.selection.projector import Projector
@@ -22,6 +23,9 @@ from grass.state.moments import source_rows
 from grass.state.precision import rounding_key
 from grass.state.refresh import Carry
 from grass.state.schema import State
+
+PLAIN = (bool, int, float, str, tuple, type(None))
+"""Types of the settings of any optimizer that are the same on all ranks."""
 
 
 def attach(
@@ -121,6 +125,7 @@ class Attachment:
             self.states[name] = adopt(layer, {}, lambda *selections: None)
             arm(layer, self.states[name], options)
         optimizer.writes_back_active_rows = True  # type: ignore[attr-defined]
+        self._agreement = Agreement()
         self._before: dict[int, Tensor] = {}
         self._reads = Reads()
         before, after = (
@@ -155,6 +160,9 @@ class Attachment:
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._reads.check()
+        ranks = Ranks.of(self.process_group)
+        self._agreement.check_joining(ranks, optimizer.param_groups)
+        self._agreement.check(ranks, self._settings(), self._selected)
         for layer, _, position, _ in self._trained():
             layer.follow()
             if layer.reach:
@@ -177,6 +185,18 @@ class Attachment:
             if not layer.deferred:
                 layer.write_back(rounding_key(self.options, position, state["step"]))
         ranks.verify_selection(advance(every, self.options, ranks, self._carry_of))
+
+    def _settings(self) -> dict[str, Any]:
+        """What ranks must agree on: the options, and the plain values in the optimizer's groups."""
+        settings = settings_of(vars(self.options))
+        for number, group in enumerate(self.optimizer.param_groups):
+            there = {key for key, value in group.items() if isinstance(value, Tensor) and value.device.type != "cpu"}
+            values = {key: as_number(group[key]) for key in sorted(group.keys() - {*SPEED_KEYS, *there})}
+            settings |= {f"{key} of group {number}": v for key, v in values.items() if isinstance(v, PLAIN)}
+        return settings
+
+    def _selected(self) -> dict[str, Any]:
+        return {f"the rows of {name}": checksum(layer.chosen) for name, layer in self.layers.items()}
 
     def _trained(self) -> list[Trained]:
         return [

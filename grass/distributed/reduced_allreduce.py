@@ -183,6 +183,8 @@ def reduced_allreduce_hook(state: ReducedAllreduceState, bucket: GradBucket) -> 
     inside torch's ``fp16_compress_wrapper`` and ``bf16_compress_wrapper``. Gradients may also be accumulated without
     ``no_sync``, for more bytes. With ``refresh="sketch"`` the first micro-batch then decides the rows of the step.
     """
+    if bucket.index() == 0:
+        state.optimizer.verify_settings()  # sizes depend on them
     buffer, travellers = bucket.buffer(), state.travellers(bucket)
     whole = all(item.rows is None for item in travellers)
     flat = buffer if whole else pack(travellers, buffer)

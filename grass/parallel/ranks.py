@@ -78,6 +78,19 @@ class Ranks:
                 "their weights, gradients or seeds differ"
             )
 
+    def any_differs(self, number: int) -> bool:
+        """Whether not all ranks have given the same number, of at most 63 bits; for groups that take host tensors.
+
+        A reduction and a broadcast are trees in gloo, whose all-reduce is a ring.
+        """
+        if self.group is None:
+            return False
+        extremes = torch.tensor([number, -number])
+        root = dist.get_global_rank(self.group, 0)
+        dist.reduce(extremes, root, dist.ReduceOp.MAX, group=self.group)
+        dist.broadcast(extremes, root, group=self.group)
+        return bool(extremes[0] != -extremes[1])
+
     def verify_settings(self, own: Mapping[str, Any]) -> None:
         """Check that all ranks have the same plain values, given by name.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import grass
 from grass import Selection, register_rule
-from grass.distributed import ReducedAllreduceState
+from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
 from tests.compact.networks import converted
 from tests.distributed.training import dense, joint_batches, train_jointly
 from tests.distributed.world import HANG, attempt_world, run_world
@@ -35,6 +38,64 @@ def other_seed(rank: int) -> None:
 def other_seed_dense(rank: int) -> None:
     model, optimizer = dense(seed=5 if rank == 1 else 0)
     train_jointly(DistributedDataParallel(model), optimizer, joint_batches(1))
+
+
+CHANGES: dict[str, Any] = {
+    "lr": 0.5,
+    "weight_decay": 0.3,
+    "betas": (0.5, 0.9),
+    "eps": 1e-3,
+    "scale": 7.0,
+    "decay": "all",
+    "maximize": True,
+    "warmup_after_refresh": 3,
+    "update_interval": 2,
+    "selection": "uniform",
+    "sketch_size": 3,
+    "explore": 1,
+}
+"""Another value of each setting than the tests have."""
+
+
+def changed(rank: int, name: str, steps: int, mode: str) -> None:
+    """Rank 1 changes a setting in mid-run."""
+    model, optimizer = dense(explore=2) if mode != "compact" else converted(torch.float64, selection="top_r")
+    ddp = DistributedDataParallel(model)
+    if mode == "hook":
+        ddp.register_comm_hook(ReducedAllreduceState(optimizer), reduced_allreduce_hook)
+    train_jointly(ddp, optimizer, joint_batches(steps))
+    if rank == 1:
+        optimizer.param_groups[0][name] = CHANGES[name]
+    train_jointly(ddp, optimizer, joint_batches(1))
+
+
+def attached(rank: int, name: str) -> None:
+    """Rank 1 changes an option of the attachment, or a setting of the optimizer, in mid-run."""
+    model = converted(torch.float64)[0]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05, momentum=0.9)
+    attachment = grass.attach(optimizer, model, update_interval=4)
+    ddp = DistributedDataParallel(model)
+    train_jointly(ddp, optimizer, joint_batches(2))
+    if rank == 1 and name == "momentum":
+        optimizer.param_groups[0]["momentum"] = 0.5
+    elif rank == 1:
+        attachment.options = replace(attachment.options, update_interval=3)
+    train_jointly(ddp, optimizer, joint_batches(1))
+
+
+def offloaded(rank: int) -> None:
+    """Only rank 0 offloads, which makes a group of ranks."""
+    model, optimizer = converted(torch.float64, **({"offload": "cpu"} if rank == 0 else {}))
+    train_jointly(DistributedDataParallel(model), optimizer, joint_batches(1))
+
+
+def uneven(rank: int, mode: str) -> None:
+    """The first rank has fewer batches, and joins."""
+    model, optimizer = dense() if mode == "dense" else converted(torch.float64)
+    ddp = DistributedDataParallel(model)
+    train_jointly(ddp, optimizer, joint_batches(1))
+    with ddp.join():
+        train_jointly(ddp, optimizer, joint_batches(2 + rank))
 
 
 def other_rank(rank: int) -> None:
@@ -105,6 +166,7 @@ def dying(rank: int) -> None:
         (other_rows_sharded_bank, 4, "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks"),
         (other_layout_of_bank, 2, "ValueError: The ranks differ in shard_bank of group 0: False on ranks [0]; True on"),
         (part_of_a_bank, 2, "save and load by torch.distributed.checkpoint"),
+        (offloaded, 2, "ValueError: The ranks differ in offload: 'cpu' on ranks [0]; None on ranks [1]"),
         (other_rows_dense, 4, "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks"),
     ],
 )
@@ -112,6 +174,52 @@ def test_every_rank_says_what_differs(body: object, size: int, message: str) -> 
     for outcome in attempt_world(body, size):
         assert outcome.error != HANG
         assert message in outcome.error
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_setting_changed_on_one_rank(name: str) -> None:
+    """In a step that chooses no rows, and in one that does, before any rank waits for another."""
+    for mode, steps in (("compact", 1), ("dense", 4), ("hook", 2)):
+        if (name, mode) == ("explore", "compact"):
+            continue  # the conversion has decided it
+        values = dense(explore=2)[1] if mode != "compact" else converted(selection="top_r")[1]
+        before, after = values.param_groups[0][name], CHANGES[name]
+        for outcome in attempt_world(changed, 2, name, steps, mode):
+            expected = (
+                f"ValueError: The ranks differ in {name} of group 0: {before!r} on ranks [0]; {after!r} on ranks [1]"
+            )
+            assert expected in str(outcome.error)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("momentum", "momentum of group 0: 0.9 on ranks [0]; 0.5 on ranks [1]"),
+        ("update_interval", "update_interval: 4 on ranks [0]; 3 on ranks [1]"),
+    ],
+)
+def test_a_setting_of_an_attached_optimizer(name: str, found: str) -> None:
+    for outcome in attempt_world(attached, 2, name):
+        assert f"ValueError: The ranks differ in {found}" in str(outcome.error)
+
+
+def test_a_schedule_that_all_ranks_follow() -> None:
+    run_world(scheduled, 2)
+
+
+def scheduled(rank: int) -> None:
+    model, optimizer = converted(torch.float64)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
+    ddp = DistributedDataParallel(model)
+    for batch in joint_batches(6):
+        train_jointly(ddp, optimizer, [batch])
+        scheduler.step()
+
+
+@pytest.mark.parametrize("mode", ["dense", "compact"])
+def test_uneven_batches(mode: str) -> None:
+    for outcome in attempt_world(uneven, 2, mode):
+        assert "RuntimeError: Grass cannot train inside DDP.join()" in str(outcome.error)
 
 
 def test_a_rank_that_dies() -> None:
