@@ -1,14 +1,12 @@
-"""Checks for failures that raise no error: weights without gradients, overdue refreshes, two optimizers on a layer."""
+"""Checks for failures that raise no error: weights without gradients, overdue refreshes."""
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import can_watch
@@ -20,37 +18,6 @@ logger = logging.getLogger("grass")
 
 SOON = 2
 """Steps without a gradient after which a layer is named, if reads of its weight by other code cannot be seen."""
-
-
-class Owner:
-    """A weak reference to the optimizer that trains a layer's active rows; empty in a copied or unpickled layer."""
-
-    def __init__(self, optimizer: Optimizer | None = None) -> None:
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
-
-    def __reduce__(self) -> tuple[type[Owner], tuple[()]]:
-        return Owner, ()
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimizer; ``None`` if there is none or it was deleted."""
-        return None if self._optimizer is None else self._optimizer()
-
-    @staticmethod
-    def check(layer: CompactLayer, optimizer: Optimizer) -> None:
-        """Make ``optimizer`` the owner of a layer without one.
-
-        Raises:
-            RuntimeError: another optimizer was built on these active rows later.
-        """
-        owner = layer.owner.optimizer if layer.owner is not None else None
-        if owner is None:
-            layer.owner = Owner(optimizer)
-        elif owner is not optimizer:
-            raise RuntimeError(
-                f"The active rows of {layer.label!r} belong to a {type(owner).__name__} that was built later: two "
-                "optimizers would choose rows for one layer. Build one, and delete it before you build another"
-            )
 
 
 class Health:

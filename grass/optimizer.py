@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from grass.compact_mode.conversion import trainable_parameters
 from grass.compact_mode.cycle import NEW, arm
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.owner import Owner
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.registry import by_active_rows, layers_of
 from grass.coverage import report_scale
-from grass.health import Health, Owner
+from grass.health import Health
 from grass.offload.engine import Engine
 from grass.offload.options import Offload
 from grass.options import Options, as_plain

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from grass.compact_mode.cycle import Trained, adopt, advance, arm, check_rows, resume
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.owner import Owner
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.registry import layers_of
 from grass.options import SPEED_KEYS, Options, as_number, settings_of, validate
@@ -124,6 +125,7 @@ class Attachment:
         for name, layer in self.layers.items():
             self.states[name] = adopt(layer, {}, lambda *selections: None)
             arm(layer, self.states[name], options)
+            layer.owner = Owner(optimizer)
         optimizer.writes_back_active_rows = True  # type: ignore[attr-defined]
         self._agreement = Agreement()
         self._before: dict[int, Tensor] = {}
@@ -138,6 +140,8 @@ class Attachment:
         """Remove the hooks from the optimizer."""
         for hook in self._hooks:
             hook.remove()
+        for layer in self.layers.values():
+            layer.owner = None
         del self.optimizer.writes_back_active_rows  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, State]:

@@ -63,7 +63,7 @@ class CompactLayer(SavedRows):
     bias: Any
     sketch: Tensor | None
     signs: Tensor | None
-    owner: Any = None  # grass.health.Owner: the optimizer that trains the active rows
+    owner: Any = None  # grass.compact_mode.owner.Owner: the optimizer that trains the active rows
     norms: Tensor | None = None
     gathered: Tensor | None = None  # a sketch that has ended, for a step that is on its way
     weights: str | None = None  # "int8" in grass.int8

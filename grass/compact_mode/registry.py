@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from grass.compact_mode.owner import wrapped
+
 if TYPE_CHECKING:
     from grass.compact_mode.layer import CompactLayer
 
@@ -44,6 +46,13 @@ _CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKe
 """What each optimizer looked like when it was last checked."""
 
 
+ZERO = (
+    "ZeroRedundancyOptimizer does not take compact mode: it gives each rank the optimizer of some layers, but every "
+    "rank has to select rows of all layers and write them back. Under DDP pass grass.GrassAdamW itself, with "
+    "shard_bank=True to divide a bank, or shard the model by FSDP2 (fully_shard)"
+)
+
+
 def layers_of(parameters: Iterable[Tensor]) -> list[CompactLayer]:
     """The converted layers whose active rows are among these parameters, found among all layers alive.
 
@@ -60,6 +69,11 @@ def by_active_rows(layers: Iterable[CompactLayer]) -> dict[int, CompactLayer]:
     return {id(active): layer for active, layer in rows if active is not None}
 
 
+def _owner(layer: CompactLayer) -> Optimizer | None:
+    """The optimizer that trains a layer, if it is alive."""
+    return None if layer.owner is None else layer.owner.optimizer
+
+
 @functools.cache
 def watch_optimizers() -> None:
     """Check every optimizer of this process (:func:`check_optimizer`) from now on."""
@@ -70,15 +84,18 @@ def check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse an optimizer that would leave converted layers untrained; a step pre-hook of all optimizers.
 
     Raises:
-        RuntimeError: it was built before the conversion, or it trains active rows that nothing writes back.
+        RuntimeError: it was built before the conversion, it trains active rows that nothing writes back, or it is
+            torch's ``ZeroRedundancyOptimizer``.
     """
     if not LAYERS:
         return
-    writes_back = getattr(optimizer, "writes_back_active_rows", False)
-    version = writes_back, LAYERS.additions, *(len(group["params"]) for group in optimizer.param_groups)
+    is_marked = getattr(optimizer, "writes_back_active_rows", False)
+    version = is_marked, LAYERS.additions, *(len(group["params"]) for group in optimizer.param_groups)
     if _CHECKED.get(optimizer) == version:
         return
+    writing = {id(each) for each in wrapped(optimizer) if getattr(each, "writes_back_active_rows", False)}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    is_zero = "ZeroRedundancyOptimizer" in (kind.__name__ for kind in type(optimizer).__mro__)
     for layer in LAYERS:
         active, weight = layer._parameters.get("active"), layer._parameters.get("weight")  # past slow __getattr__
         if id(active) not in held and id(weight) in held:
@@ -86,7 +103,9 @@ def check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 "This optimizer was built before grass.compact() converted the model and holds none of its active "
                 "rows: build the optimizer after the conversion"
             )
-        if id(active) in held and not writes_back:
+        if id(active) in held and is_zero:
+            raise RuntimeError(ZERO)
+        if id(active) in held and id(optimizer) not in writing and id(_owner(layer)) not in writing:
             raise RuntimeError(
                 f"{type(optimizer).__name__} would train active rows that never reach the model's weights: use "
                 "grass.GrassAdamW, or call grass.attach(optimizer, model) once after building this one"

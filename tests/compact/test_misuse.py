@@ -87,6 +87,49 @@ def test_foreign_optimizer(make) -> None:
     train(model, optimizer, batches(1))
 
 
+class Container(torch.optim.Optimizer):
+    """Wraps optimizers as torchtitan's ``OptimizersContainer`` does: their parameters, and a list of them."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([p for o in optimizers for group in o.param_groups for p in group["params"]], {})
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("kind", ["GrassAdamW", "attached", "nested"])
+def test_optimizers_that_wrap_ours(kind: str) -> None:
+    trained = []
+    for wraps in (False, True):
+        model = Network()
+        grass.compact(model, rank=3, seed=1)
+        if kind == "attached":
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            grass.attach(optimizer, model, update_interval=2)
+        else:
+            optimizer = GrassAdamW(model, update_interval=2)
+        if wraps:
+            optimizer = Container(Container(optimizer)) if kind == "nested" else Container(optimizer)
+        train(model, optimizer, batches(5))
+        trained.append(model)
+    assert_same_weights(*trained)
+
+
+def test_a_foreign_optimizer_beside_ours() -> None:
+    """That ours is alive does not help: nothing steps it."""
+    model = Network()
+    grass.compact(model, rank=3, explore=0)
+    ours = GrassAdamW(model)
+    refused(model, torch.optim.AdamW(model.parameters()), r"never reach the model's weights")
+    train(model, ours, batches(1))
+
+
 def test_behind_a_scheduler_and_a_scaler() -> None:
     model = Network()
     grass.compact(model, rank=3, explore=0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import grass
@@ -98,6 +99,14 @@ def uneven(rank: int, mode: str) -> None:
         train_jointly(ddp, optimizer, joint_batches(2 + rank))
 
 
+def redundancy_free(rank: int) -> None:
+    """Torch's ZeRO gives each rank an optimizer of some layers."""
+    model = converted(torch.float64)[0]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = ZeroRedundancyOptimizer(trained, grass.GrassAdamW, lr=1e-2)
+    train_jointly(DistributedDataParallel(model), optimizer, joint_batches(1))
+
+
 def other_rank(rank: int) -> None:
     ReducedAllreduceState(dense(rank=4 if rank == 1 else 3)[1])
 
@@ -166,6 +175,7 @@ def dying(rank: int) -> None:
         (other_rows_sharded_bank, 4, "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks"),
         (other_layout_of_bank, 2, "ValueError: The ranks differ in shard_bank of group 0: False on ranks [0]; True on"),
         (part_of_a_bank, 2, "save and load by torch.distributed.checkpoint"),
+        (redundancy_free, 2, "RuntimeError: ZeroRedundancyOptimizer does not take compact mode"),
         (offloaded, 2, "ValueError: The ranks differ in offload: 'cpu' on ranks [0]; None on ranks [1]"),
         (other_rows_dense, 4, "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks"),
     ],
