@@ -27,7 +27,7 @@ from grass.offload.options import Offload
 from grass.options import Options, as_plain
 from grass.parallel.background import Background
 from grass.parallel.ranks import Ranks
-from grass.parallel.shards import is_sharded
+from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel
 from grass.selection.exploration import auto_scale
 from grass.state_dict import Loading, completed
 from grass.step_checks import StepChecks, check_gradients
@@ -232,6 +232,8 @@ class GrassAdamW(Optimizer):
         if not isinstance(group["params"], (Tensor, set)):  # torch refuses sets, which have no order
             group["params"] = list(group["params"])
         found = layers_of(tensors_of(group["params"]))
+        if any(is_tensor_parallel(layer) for layer in found):
+            raise TypeError(TENSOR_PARALLEL)
         validate_group({**self.defaults, **group}, by_active_rows(found))
         if "rank" not in group:
             report_default_rank(self.defaults, group["params"])

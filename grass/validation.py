@@ -11,7 +11,7 @@ from torch import Tensor
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.strata import share
 from grass.options import explored_count, is_batch, is_projected, resolve_dim, resolve_rank, validate
-from grass.parallel.shards import is_wrapper
+from grass.parallel.shards import check_shards, is_wrapper
 from grass.selection.exploration import resolve_explore
 
 logger = logging.getLogger("grass")
@@ -98,7 +98,9 @@ def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
     if is_batch(tensor, group):
         _check_experts(group)
     matrix = torch.empty(tensor.shape[1:] if is_batch(tensor, group) else tensor.shape, device="meta").flatten(1)
-    size = matrix.shape[resolve_dim(group["dim"], matrix)]
+    dim = resolve_dim(group["dim"], matrix)
+    check_shards(tensor, dim, "A weight")
+    size = matrix.shape[dim]
     rank = resolve_rank(group["rank"], size)
     if rank > size:
         raise ValueError(

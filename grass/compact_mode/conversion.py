@@ -20,7 +20,7 @@ from grass.compact_mode.left_alone import left_alone
 from grass.compact_mode.registry import LAYERS, watch_optimizers
 from grass.compact_mode.siblings import SHARED, draw_places
 from grass.compact_mode.strata import of_stratum
-from grass.compact_mode.wrapped import check_not_wrapped
+from grass.compact_mode.wrapped import check_not_sharded, check_not_wrapped
 from grass.options import check_value, resolve_rank
 from grass.parallel.shards import is_wrapper
 from grass.selection.exploration import gradient_scale, reach, resolve_explore
@@ -81,7 +81,8 @@ def compact(
     Raises:
         ValueError: nothing matches or nothing can be converted; rank and explore exceed a dimension; a layer is
             converted already with other values. The model is then as it was.
-        RuntimeError: DDP has wrapped the model.
+        TypeError: ``parallelize_module`` has sharded a layer.
+        RuntimeError: DDP has wrapped the model, or ``fully_shard`` has sharded it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -102,6 +103,7 @@ def compact(
         name: _checked_ranks(name, rows, rows.shape[dim] // rows.experts, rank, explore, dim, weights)
         for name, rows in experts.items()
     }
+    check_not_sharded({name: layers[name] for name in ranks})
     if not ranks and not experts:
         raise ValueError(f"None of the layers matched can be converted: {', '.join(map(repr, layers))}")
     places = draw_places(model, {name: (_size(layers[name], dim), *counts) for name, counts in ranks.items()}, dim)

@@ -37,7 +37,7 @@ from grass.compact_mode.checkpoint import SavedRows
 from grass.compact_mode.function import CompactLinearFunction
 from grass.compact_mode.registry import LAYERS
 from grass.compact_mode.siblings import shared_columns
-from grass.parallel.shards import is_sharded, local
+from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel, local
 from grass.state.precision import shrink_
 from grass.state.schema import State
 
@@ -99,13 +99,17 @@ class CompactLayer(SavedRows):
         """``x (..., n) -> (..., m)``; without gradients this is the plain layer's own forward."""
         if isinstance(x, torch.fx.Proxy):  # type: ignore[unreachable]
             raise TypeError("torch.fx cannot trace converted layers: call grass.expand(model) first")
+        if is_tensor_parallel(self):
+            raise TypeError(TENSOR_PARALLEL)
         self.sync(probe=torch.is_grad_enabled())
         scale = self.scale()
         if scale is None and not torch.is_grad_enabled():
             plain: Tensor = super().forward(x)
             return plain
         if is_sharded(self.weight):
-            raise TypeError("Tensor-parallel weights are for dense mode: a compact layer computes with whole weights")
+            raise TypeError(
+                f"The weight of {self.label!r} is a DTensor in forward: a compact layer takes whole weights"
+            )
         weight, bias, read = self.matrix(), self.bias, x
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)

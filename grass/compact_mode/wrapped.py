@@ -1,13 +1,14 @@
-"""A conversion that comes too late: DDP has taken note of the parameters that there were."""
+"""A conversion that comes too late: DDP has taken note of the parameters that there were, or they are sharded."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+
+from grass.parallel.ddp import wrappers_of
+from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel
 
 
 def check_not_wrapped(model: nn.Module) -> None:
@@ -18,19 +19,25 @@ def check_not_wrapped(model: nn.Module) -> None:
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return
-    own = {id(p) for p in model.parameters() if p.requires_grad}
-    if _is_held(own) and gc.collect() is not None and _is_held(own):  # a wrapper may only wait for its collection
+    own = [p for p in model.parameters() if p.requires_grad]
+    if wrappers_of(own) and gc.collect() is not None and wrappers_of(own):  # a wrapper may only wait for its collection
         raise RuntimeError(
             "Too late to convert: DistributedDataParallel has wrapped this model and would not reduce the gradients of "
             "the active rows. Call grass.compact() before; in Lightning, in the module's __init__ or configure_model"
         )
 
 
-def _is_held(parameters: set[int]) -> bool:
-    """Whether DDP reduces any of these parameters, by ``id``."""
-    return any(id(p) in parameters for wrapper in _wrappers() for p in wrapper._module_parameters)
+def check_not_sharded(layers: dict[str, Any]) -> None:
+    """Refuse layers whose weights are sharded already, but for those on a grid of ranks.
 
-
-def _wrappers() -> Iterator[Any]:
-    """All DDP wrappers alive. A wrapped model does not know its wrapper."""
-    return (it for it in gc.get_objects() if issubclass(type(it), DistributedDataParallel))
+    Raises:
+        TypeError: ``parallelize_module`` has sharded one.
+        RuntimeError: ``fully_shard`` has.
+    """
+    for name, layer in layers.items():
+        if is_tensor_parallel(layer):
+            raise TypeError(TENSOR_PARALLEL)
+        if is_sharded(layer.weight) and not hasattr(layer, "strata"):
+            raise RuntimeError(
+                f"Too late to convert {name!r}: its weight is sharded. Call grass.compact() before fully_shard"
+            )

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from grass.parallel.ddp import Joining
 from grass.parallel.host_meshes import HostMeshes
-from grass.parallel.joining import Wrappers
 from grass.parallel.ranks import Ranks
 
 Settings = Mapping[str, Any]
@@ -28,13 +28,13 @@ class Agreement:
     def __init__(self) -> None:
         self._meshes = HostMeshes()
         self._is_first = True
-        self._wrappers: Wrappers | None = None
+        self._joining: Joining | None = None
 
     def check_joining(self, ranks: Ranks, groups: list[dict[str, Any]]) -> None:
         """Raise ``RuntimeError`` if a module around parameters of these groups is in ``DDP.join()``."""
-        if self._wrappers is None:
-            self._wrappers = Wrappers.of([p for group in groups for p in group["params"]] if ranks.group else [])
-        self._wrappers.check()
+        if self._joining is None:
+            self._joining = Joining([p for group in groups for p in group["params"]] if ranks.group else [])
+        self._joining.check()
 
     def check(self, ranks: Ranks, settings: Settings, at_first: Callable[[], Settings]) -> None:
         """Compare settings; every rank has to call this in each step.

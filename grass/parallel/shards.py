@@ -32,6 +32,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
+TENSOR_PARALLEL = (
+    "Compact mode does not support weights that parallelize_module has sharded yet: use dense mode (without "
+    "grass.compact()), grass.distributed.parallelize_2d, or FSDP2 alone"
+)
+
+
 def aligned_grad(parameter: Tensor) -> Tensor:
     """The gradient, placed over the ranks as the parameter is."""
     grad, placements = parameter.grad, getattr(parameter, "placements", None)
@@ -46,17 +52,27 @@ def check_shards(tensor: Tensor, selected: int, name: str) -> None:
     """Check that a tensor is not sharded along its dimension ``selected``.
 
     Raises:
-        ValueError: it is, or it is placed in some other way than by shards and replicas.
+        ValueError: it is, or it is sharded over more than one dimension of a mesh.
     """
     placements = getattr(tensor, "placements", ())
-    if sum(p.is_shard() for p in placements) > 1 and any(p.is_shard(selected) for p in placements):
-        raise ValueError(f"{name} is sharded along both dimensions: convert it by grass.compact(), or pass rank=None")
-    if not all(p.is_replicate() or (p.is_shard() and not p.is_shard(selected)) for p in placements):
+    shards = [p for p in placements if not p.is_replicate()]
+    if len(shards) > 1:
+        raise ValueError(
+            f"{name} of shape {tuple(tensor.shape)} is sharded over two dimensions of a mesh, as {placements}, which "
+            "Grass does not support yet: use FSDP2 or tensor parallelism alone, or pass rank=None. Weights of "
+            "grass.distributed.parallelize_2d train after grass.compact()"
+        )
+    if any(not p.is_shard() or p.is_shard(selected) for p in shards):
         raise ValueError(
             f"{name} of shape {tuple(tensor.shape)} is placed as {placements}, but Grass selects along dimension "
             f"{selected}: choose the other dim=, or for FSDP2 pass "
             "shard_placement_fn=grass.distributed.shard_placement_fn(model) to fully_shard"
         )
+
+
+def is_tensor_parallel(module: Any) -> bool:
+    """Whether ``parallelize_module`` has sharded the weight of a layer."""
+    return is_sharded(module.weight) and getattr(module, "_distribute_module_applied", False)
 
 
 def row_norms(grad: Tensor, dim: int) -> Tensor:

@@ -86,21 +86,58 @@ def test_dense_mode_under_fsdp2() -> None:
         assert_close(ours, weights(model))
 
 
-def refused(rank: int) -> list[str]:
-    """Selection along the sharded dimension; compact mode on sharded weights."""
-    errors = []
+def refused(rank: int) -> None:
+    """Selection along the sharded dimension; compact mode on sharded weights, before and after the conversion."""
     model = Network()
     fully_shard(model)
-    with pytest.raises(ValueError, match="Grass selects along dimension 0") as error:
-        train_jointly(model, GrassAdamW(grass.param_groups(model, 3, dim=0)), joint_batches(1, torch.float32))
-    errors.append(str(error.value))
-    model = Network()
-    grass.compact(model, rank=3, explore=0)
-    with pytest.raises(TypeError, match="Tensor-parallel") as error:
-        loss_of(parallel(model), batches(1)[0]).backward()
-    return [*errors, str(error.value)]
+    with pytest.raises(ValueError, match="Grass selects along dimension 0"):
+        GrassAdamW(grass.param_groups(model, 3, dim=0))
+    with pytest.raises(RuntimeError, match=r"Too late to convert 'up'.*before fully_shard"):
+        grass.compact(model, rank=3)
+    model, unsupported = (
+        parallel(Network()),
+        "Compact mode does not support weights that parallelize_module has sharded",
+    )
+    with pytest.raises(TypeError, match=unsupported):
+        grass.compact(model, rank=3)
+    with pytest.raises(TypeError, match=unsupported):
+        grass.compact(model, rank=3, targets=["down"])  # row-wise
+    loss_of(model, batches(1)[0])  # the model is as it was
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        model = Network()
+        grass.compact(model, rank=3)
+        earlier = GrassAdamW(model)
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"mix": style})
+        with pytest.raises(TypeError, match=unsupported):
+            GrassAdamW(model)
+        with pytest.raises(TypeError, match=unsupported):
+            loss_of(model, batches(1)[0])
+        del earlier
 
 
 def test_what_is_refused() -> None:
-    for errors in run_world(refused, 2):
-        assert len(errors) == 2
+    run_world(refused, 2)
+
+
+def refused_on_a_mesh(rank: int) -> None:
+    """FSDP2 over one dimension of a mesh, tensor parallelism over the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "parts"))
+    plan = {"mix": ColwiseParallel(), "down": RowwiseParallel()}
+    model = Network()
+    grass.compact(model, rank=3)
+    grass.distributed.store_contiguously(model)
+    parallelize_module(model, mesh["parts"], plan)
+    fully_shard(model, mesh=mesh["shards"])
+    with pytest.raises(TypeError, match="parallelize_module has sharded yet"):
+        GrassAdamW(model)
+    model = parallelize_module(Network(), mesh["parts"], plan)
+    fully_shard(model, mesh=mesh["shards"])
+    for name in plan:
+        for dim in (0, 1):
+            with pytest.raises(ValueError, match=r"sharded over two dimensions.*not support yet.*tensor parallelism"):
+                GrassAdamW([model.get_submodule(name).weight], rank=3, dim=dim)
+    GrassAdamW(model.parameters(), rank=None)
+
+
+def test_fsdp2_with_tensor_parallelism_is_refused() -> None:
+    run_world(refused_on_a_mesh, 4)

@@ -1,0 +1,36 @@
+"""The ``DistributedDataParallel`` modules around some parameters, which do not lead to their wrappers."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def wrappers_of(parameters: Iterable[Tensor]) -> list[Any]:
+    """All DDP wrappers alive that reduce gradients of these parameters; looks at every object of the process."""
+    ours = {id(p) for p in parameters}
+    every: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    return [ddp for ddp in every if any(id(p) in ours for p in ddp._module_parameters)]
+
+
+class Joining:
+    """Refuses ``DDP.join()``, in which a rank without batches stands in for DDP's collectives, and for no others."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._wrappers = [weakref.ref(ddp) for ddp in wrappers_of(parameters)] if parameters else []
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if one of them is in ``join()``."""
+        for reference in self._wrappers:
+            ddp = reference()
+            if ddp is not None and ddp._join_config.enable:
+                raise RuntimeError(
+                    "Grass cannot train inside DDP.join(): a rank whose batches have ended leaves out "
+                    "optimizer.step(), in which the ranks communicate. Give every rank the same number of batches, "
+                    "for example by DistributedSampler, and leave join() out or pass join(enable=False)"
+                )
