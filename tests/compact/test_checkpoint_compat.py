@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import grass
 from grass import GrassAdamW
@@ -159,3 +160,12 @@ def test_loading_into_a_converted_model(tiny_llama, token_batches, tmp_path) -> 
     grass.compact(model, rank=4, explore=0)
     model.load_state_dict(plain.state_dict())
     assert_same_model(model, plain, token_batches[0])
+
+
+def test_torch_leaves_out_converted_weights_with_ignore_frozen_params() -> None:
+    """They are frozen, and their active rows are in no ``state_dict``: docs/errors.md warns of it."""
+    model, _ = converted()
+    names = {f"{name}.weight" for name in compact_layers(model)}
+    frozen_left_out = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    assert not names & frozen_left_out.keys()
+    assert get_model_state_dict(model).keys() == frozen_left_out.keys() | names
