@@ -61,8 +61,10 @@ class GrassAdamW(Optimizer):
     Rows that are not selected move too, without state (``explore``, :mod:`grass.selection.exploration`). The defaults
     trained best in ``docs/quality.md``; ``**grass.PAPER`` gives the paper's.
 
-    Groups with ``rank=None`` and tensors of fewer than two dimensions are plain AdamW, computed by torch. Weights of
-    more than two dimensions are treated as ``(shape[0], -1)`` matrices. Every argument but ``offload`` is also a group
+    Groups with ``rank=None`` and tensors of fewer than two dimensions are plain AdamW, computed by torch. Of these,
+    vectors in bfloat16 or float16, and other tensors of at most 65,536 elements, have a float32 master in the state,
+    without which small steps would be lost (:mod:`grass.state.master`). Weights of more than two dimensions are treated
+    as ``(shape[0], -1)`` matrices. Every argument but ``offload`` is also a group
     key.
 
     Args:
@@ -104,8 +106,8 @@ class GrassAdamW(Optimizer):
         moment_dtype: precision of the moments of projected weights: ``"float32"``, or rounded stochastically
             ``"bfloat16"`` or ``"8bit"`` (:mod:`grass.state.precision`). Moments of float64 weights stay float64.
         stochastic_rounding: round bfloat16 and float16 weights up or down at random when they are written, so that
-            updates smaller than their spacing survive on average; also at full rank, where the moments have the
-            weight's precision. Not for ``replacement=True``.
+            updates smaller than their spacing survive on average; also large tensors at full rank, whose moments have
+            the weight's precision. Not for ``replacement=True``.
         refresh: how compact mode learns the norms for a selection: ``"sketch"``, from a Johnson-Lindenstrauss sketch of
             the gradient, or ``"exact"``, from the full gradient of that one step.
         sketch_size: columns of the sketch.
@@ -364,7 +366,7 @@ class GrassAdamW(Optimizer):
         """
         self._finish()
         masters = self.offload is not None and self.offload.options.masters
-        with Loading(self.layers(), Ranks.of(self.process_group), keeps_masters=masters).through(self):
+        with Loading(self.layers(), Ranks.of(self.process_group), all_masters=masters).through(self):
             super().load_state_dict(state_dict)
         if self.offload is not None:
             self.offload.rebuild(self.state)

@@ -1,7 +1,8 @@
 """Saving and loading the state of :class:`grass.GrassAdamW`, bit for bit.
 
 ``Optimizer.load_state_dict`` casts state to the dtype and device of its parameter. That would round row indices and
-moments of bfloat16 weights, and bring the bank to the device. The state of projected weights therefore bypasses it.
+moments of bfloat16 weights, and bring the bank to the device. The state of projected weights, and of parameters with a
+master, therefore bypasses it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded, local
 from grass.state.bank import Share
 from grass.state.bank_exchange import shares_bank
+from grass.state.master import is_half, keeps_master
 from grass.state.schema import HOST_KEYS, State
 from grass.state.sharding import assembled, assembled_bank
 from grass.stepping import step_device
@@ -44,10 +46,14 @@ def completed(state_dict: dict[str, Any], optimizer: Optimizer, layers: Layers, 
 
 
 class Loading:
-    """One ``load_state_dict``, with hooks that take projected state past torch's code and put it in place."""
+    """One ``load_state_dict``, with hooks that take exact state past torch's code and put it in place.
 
-    def __init__(self, layers: Layers, ranks: Ranks, *, keeps_masters: bool = False) -> None:
-        self.layers, self.ranks, self._keeps_masters = layers, ranks, keeps_masters
+    Args:
+        all_masters: the optimizer steps all half-precision parameters as masters, not only small ones.
+    """
+
+    def __init__(self, layers: Layers, ranks: Ranks, *, all_masters: bool = False) -> None:
+        self.layers, self.ranks, self._all_masters = layers, ranks, all_masters
         self._exact: dict[int, State] = {}
 
     @contextmanager
@@ -62,9 +68,9 @@ class Loading:
             after.remove()
 
     def _begin(self, optimizer: Optimizer, loading: dict[str, Any]) -> dict[str, Any]:
-        """Check a loaded state dict and take the state of projected weights out of it."""
+        """Check a loaded state dict and take out of it what torch must not cast."""
         keys = [key for group in loading["param_groups"] for key in group["params"]]
-        bare = self._take_projected(loading, keys)
+        bare = self._take_exact(optimizer, loading, keys)
         for position, ((p, group), key) in enumerate(zip(_with_groups(optimizer), keys, strict=False)):
             layer, state = self.layers.get(id(p)), self._exact.get(position)
             selects = layer is not None or is_projected(p, group)
@@ -82,7 +88,7 @@ class Loading:
         return {**bare, "param_groups": groups}
 
     def _finish(self, optimizer: Optimizer) -> None:
-        """Put the state of projected weights in place and bring converted layers to the saved rows."""
+        """Put the state that was taken out in place and bring converted layers to the saved rows."""
         for position, (p, group) in enumerate(_with_groups(optimizer)):
             if position in self._exact:
                 optimizer.state[p] = self._held_here(self._exact[position], p, group)
@@ -93,23 +99,33 @@ class Loading:
             if id(p) in self.layers and (state := optimizer.state[p]):
                 resume(self.layers[id(p)], state, state.get("active"), Options.of(group), position)
 
-    def _take_projected(self, state_dict: dict[str, Any], keys: list[int]) -> dict[str, Any]:
+    def _take_exact(self, optimizer: Optimizer, state_dict: dict[str, Any], keys: list[int]) -> dict[str, Any]:
         """The state dict, shallowly copied, without the state that torch would cast, which is kept by position.
 
-        That is the state of projected weights and of parameters with a master.
+        That is the state of projected weights and of parameters with a master. Masters of others are dropped.
         """
-        states = state_dict["state"]
-        if not self._keeps_masters:
-            states = {key: {k: v for k, v in state.items() if k != "master"} for key, state in states.items()}
-        exact = {key for key, state in states.items() if "indices" in state or "master" in state}
-        self._exact.update((i, states[key]) for i, key in enumerate(keys) if key in exact)
-        bare = {key: {} if key in exact else state for key, state in states.items()}
+        bare = dict(state_dict["state"])
+        for position, ((p, group), key) in enumerate(zip(_with_groups(optimizer), keys, strict=False)):
+            if not (state := bare.get(key)):
+                continue
+            if not (has_master := self._has_master(p, group)):
+                bare[key] = state = {k: v for k, v in state.items() if k != "master"}
+            if "indices" in state or has_master:
+                self._exact[position], bare[key] = state, {}
         return {**state_dict, "state": bare}
+
+    def _has_master(self, p: Tensor, group: dict[str, Any]) -> bool:
+        if id(p) in self.layers:
+            return False
+        return (self._all_masters and is_half(p.dtype)) or (keeps_master(p) and not is_projected(p, group))
 
     def _held_here(self, saved: State, p: Tensor, group: dict[str, Any]) -> State:
         """A copy of the part of a saved state that this process holds. At full rank it has been cut already."""
         if "indices" not in saved:
-            return {key: value.clone() for key, value in saved.items()}
+            plain: State = {key: torch.as_tensor(value).clone() for key, value in saved.items()}
+            if keeps_master(p):  # large ones have a master with offload only, and may not fit on the device
+                plain = {key: value.to(p.device) for key, value in plain.items()}
+            return {**plain, "step": plain["step"].to(step_device(p, group), torch.float32)}
         layer = self.layers.get(id(p))
         if layer is not None and layer.strata > 1:
             saved = layer.held_state(saved)

@@ -135,7 +135,7 @@ def test_state_is_tensors_and_plain_scalars() -> None:
     keys = {"step", "refresh_step", "refreshes", "dim", "indices", "row_scale", "exp_avg", "exp_avg_sq", "row_steps"}
     keys |= {"bank_exp_avg", "bank_exp_avg_sq", "bank_steps"}
     for index, state in optimizer.state_dict()["state"].items():
-        assert set(state) == (keys if len(SHAPES[index]) > 1 else {"step", "exp_avg", "exp_avg_sq"})
+        assert set(state) == (keys if len(SHAPES[index]) > 1 else {"step", "exp_avg", "exp_avg_sq", "master"})
         assert all(isinstance(value, (Tensor, int, float)) for value in state.values())
 
 

@@ -95,8 +95,8 @@ def test_state_bytes(precision, each) -> None:
 
 
 @pytest.mark.parametrize("compact", [False, True], ids=["dense", "compact"])
-def test_stochastic_rounding_reaches_every_half_precision_parameter(compact) -> None:
-    """At a learning rate far below the spacing of bfloat16 nothing moves without it; every parameter does with it."""
+def test_stochastic_rounding_reaches_every_half_precision_weight(compact) -> None:
+    """At a learning rate far below the spacing of bfloat16 nothing moves without it; every weight does with it."""
     for stochastic in (False, True):
         model, optimizer = trained(
             0, torch.bfloat16, compact, stochastic_rounding=stochastic, selection="uniform", weight_decay=0.0
@@ -111,8 +111,8 @@ def test_stochastic_rounding_reaches_every_half_precision_parameter(compact) -> 
             group["lr"] = 2e-4
         before = copy.deepcopy(model.state_dict())
         advance(model, optimizer, range(30))
-        moved = [not torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)]
-        assert moved == [stochastic] * len(moved)
+        now = {name: value for name, value in model.state_dict().items() if "bias" not in name}  # biases have masters
+        assert [not torch.equal(before[name], value) for name, value in now.items()] == [stochastic] * len(now)
 
 
 def test_decay_of_whole_weights_is_rounded_stochastically() -> None:

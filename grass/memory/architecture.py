@@ -107,6 +107,12 @@ class Architecture:
         """The matrices of one block that Grass converts."""
         return tuple(part for part in self.block if isinstance(part, Linear))
 
+    def whole(self, *, linears: bool) -> tuple[int, ...]:
+        """Elements of each parameter that is stepped whole: embedding, head, norms; with ``linears`` all of them."""
+        block = [part.elements if isinstance(part, Linear) else part for part in self.block]
+        vectors = [part for part in self.block if isinstance(part, int)]
+        return *self.outside, *self.layers * (block if linears else vectors)
+
     @property
     def vectors(self) -> int:
         """Elements of one block's other parameters."""

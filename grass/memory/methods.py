@@ -59,7 +59,7 @@ class Holdings:
         refresh_layer_gradients: and the sketches themselves, which are gradients.
         inputs: blocks whose inputs checkpointing keeps on the device; ``None``: all.
         codes: whether the blocks' weights are int8 codes.
-        whole: elements of the parameters that are stepped whole.
+        whole: elements of each parameter that is stepped whole.
         in_backward: whether a gradient is stepped and freed as soon as it is complete.
     """
 
@@ -79,7 +79,7 @@ class Holdings:
     refresh_layer_gradients: int = 0
     inputs: int | None = None
     codes: bool = False
-    whole: int = 0
+    whole: tuple[int, ...] = ()
     in_backward: bool = False
 
     def inputs_of(self, model: Architecture) -> int:
@@ -112,7 +112,7 @@ def adamw(model: Architecture, setting: Setting) -> Holdings:
         moments=2 * model.parameters * e,
         traced=traced(model, setting, linears=False),
         layer_saved=traced(model, setting, linears=True).block,
-        whole=model.parameters,
+        whole=model.whole(linears=True),
     )
 
 
@@ -213,6 +213,8 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
     dense = layers * model.vectors + model.ends
     per_index = 8 if setting.policy == "reset" else 12  # the index, and a step count of each row's own
     moments = layers * (2 * with_state * MOMENTS[setting.moments] + per_index * selected) + 2 * dense * e
+    if not setting.offload:
+        moments += (4 + 2 * (4 - e)) * _with_master(model.whole(linears=False), setting)
     selectable = sum(linear.experts * linear.size(dim) for linear in model.linears)
     bank = layers * (2 * model.layer_matrix * setting.bank_dtype.itemsize + 4 * selectable)
     frozen, whole = traced(model, setting, linears=False), traced(model, setting, linears=True).block
@@ -231,7 +233,7 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
         refresh_saved=whole if sketch else 0,
         refresh_layer=sketch * (4 * selectable + sum(width for _, _, width in every) * e),
         refresh_layer_gradients=sketch * 4 * selectable,
-        whole=dense,
+        whole=model.whole(linears=False),
     )
 
 
@@ -291,10 +293,15 @@ def offloaded(method: str, held: Holdings, model: Architecture, setting: Setting
             (r + q) * (width * e + scale_e) + (r * width * active_e if active_e != e else 0) for r, q, width in every
         )
     gradients = model.layers * held.layer_gradients + held.end_gradients
-    masters = held.whole if setting.has_masters else 0
+    masters = _with_master(held.whole, setting)
     moments = held.moments + 2 * (4 - setting.dtype.itemsize) * masters
     host = Host(held.weights, held.active_rows, gradients, moments, 4 * masters)
     return replace(held, moments=0, host=host, step_workspace=model.layers * rows)
+
+
+def _with_master(whole: tuple[int, ...], setting: Setting) -> int:
+    """Elements that have a float32 master, and float32 moments."""
+    return sum(elements for elements in whole if setting.has_master(elements))
 
 
 OFFLOADABLE = ("AdamW", "Grass", "Grass int8")

@@ -64,9 +64,14 @@ def parameters(method: str, model: Architecture, setting: Setting) -> list[tuple
 
 
 def _whole(elements: int, setting: Setting) -> Stepped:
-    """A parameter at full rank: its copy and two moments are in its own precision, or it has a float32 master."""
+    """A parameter at full rank: its copy and two moments are in its own precision, or it has a float32 master.
+
+    A small one's master stays in memory, unless ``masters=True`` makes it the copy that is stepped.
+    """
     size, precise = elements * setting.dtype.itemsize, 4 * elements
-    held = (size, precise, precise, precise) if setting.has_masters else (size, size, size)
+    has_master = setting.has_master(elements)
+    copies = (size, precise) if has_master and setting.masters else (size,)
+    held = (*copies, precise, precise) if has_master else (*copies, size, size)
     return Stepped(elements, size, size, held)
 
 

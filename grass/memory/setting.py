@@ -12,6 +12,7 @@ from grass.memory.architecture import Architecture
 from grass.options import check_value, resolve_rank
 from grass.selection.exploration import resolve_explore
 from grass.selection.rules import check_rule, needs_norms
+from grass.state.master import SMALL, is_half
 
 MOMENTS = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
 """Bytes per element of Adam's moments of selected rows (:mod:`grass.state.precision`)."""
@@ -39,7 +40,8 @@ class Setting:
         chunk_tokens: tokens whose logits the loss holds at a time; 0 for all.
         sketch_size: columns of the sketch from which Grass chooses rows.
         offload: AdamW and Grass keep moments, and copies of weights and gradients, in host memory and step there.
-        masters: with ``offload``, parameters that are stepped whole have float32 masters and moments on the host.
+        masters: with ``offload``, all parameters that are stepped whole have float32 masters and moments on the host,
+            not only small ones (:mod:`grass.state.master`).
         files: with ``offload``, what ``grass.Offload(path=...)`` puts there lies in files.
         stream: with ``offload``, the blocks visit the device one by one (:func:`grass.stream`).
         cache: bytes of blocks that then stay on the device.
@@ -98,10 +100,9 @@ class Setting:
         if not self.stream and (self.cache or self.host_activations):
             raise ValueError("Invalid cache or host_activations: only with stream=True")
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether parameters that are stepped whole have float32 masters."""
-        return self.masters and self.dtype != torch.float32
+    def has_master(self, elements: int) -> bool:
+        """Whether a parameter of this size that is stepped whole has a float32 master: small ones, and with masters."""
+        return is_half(self.dtype) and (self.masters or elements <= SMALL)
 
     def check(self, model: Architecture) -> None:
         """Raise ``ValueError`` where the model cannot be trained, or planned for, in this way."""

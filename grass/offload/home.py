@@ -110,7 +110,7 @@ class Home:
         if self._directory is None:
             return
         for key, value in state.items():
-            if key == "master":  # has been here from the beginning
+            if key == "master":  # has been here from the beginning, or is small
                 continue
             if isinstance(value, Tensor) and value.nbytes >= SMALLEST and at_home.get(key) is not value:
                 held = at_home.get(key)

@@ -14,6 +14,7 @@ from grass.offload.home import Home, to_host
 from grass.offload.link import Link
 from grass.offload.replicas import Replica
 from grass.parallel.shards import local
+from grass.state.master import current
 from grass.state.schema import MOMENTS, State
 from grass.stepping.masters import step_master
 from grass.stepping.whole import WholeStep
@@ -58,6 +59,5 @@ def master_of(parameter: Tensor, home: Home, state: State) -> Tensor:
     values = to_host(local(parameter.detach()))
     master, saved = values.float(), state.get("master")
     if saved is not None:
-        saved = local(saved)
-        master = torch.where(saved.to(values.dtype) == values, saved, master)
+        master = current(local(saved), values)
     return home.shard(home.copy(master), parameter)

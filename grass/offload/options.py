@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from grass.offload.threads import check_node
+from grass.state.master import is_half
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Offload:
         masters: keep float32 copies of bfloat16 and float16 parameters on the host, step these, and round them into the
             parameters (:mod:`grass.offload.masters`). Moments are float32 as well. Active rows of converted layers
             have masters by ``grass.compact(dtype=torch.float32)``. ``False`` steps parameters as the resident optimizer
-            does.
+            does, which has masters of small ones only (:mod:`grass.state.master`).
         overlap: return from ``optimizer.step()`` before the host has finished; ``False`` waits.
         deadline: seconds after which a copy or an update that has not ended is an error.
         bytes_per_second: for devices that are the CPU itself: slows copies down to this rate in each direction, so that
@@ -82,8 +82,8 @@ class Offload:
             raise ValueError(message)
 
     def has_master(self, parameter: Tensor) -> bool:
-        """Whether a parameter that is not active rows is stepped as a float32 master."""
-        return self.masters and parameter.dtype in (torch.bfloat16, torch.float16)
+        """Whether the host steps a float32 master in place of a parameter that is not active rows."""
+        return self.masters and is_half(parameter.dtype)
 
     @staticmethod
     def of(value: Offload | str | None) -> Offload | None:

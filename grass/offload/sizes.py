@@ -12,6 +12,7 @@ from grass.offload.in_place import InPlace
 from grass.offload.options import Offload
 from grass.options import Options, as_matrix, resolve_dim
 from grass.parallel.shards import local
+from grass.state.master import keeps_master
 
 
 class Sizes(NamedTuple):
@@ -37,7 +38,8 @@ def bytes_at_home(p: Tensor, layer: CompactLayer | None, options: Options, offlo
     """
     p = local(p.detach())
     weight = p if layer is None else local(layer.weight.detach())
-    copies = 4 * p.numel() * offload.has_master(p) if layer is None else weight.nbytes
+    has_master = offload.has_master(p) or (keeps_master(p) and not options.projects(p))
+    copies = 4 * p.numel() * has_master if layer is None else weight.nbytes
     if not InPlace.marks(p):
         copies += p.nbytes
     elif layer is not None:

@@ -2,8 +2,9 @@
 
 The shapes below are those of a weight ``(m, n)`` with ``r`` selected rows and ``dim=0``. With ``dim=1``, ``(r, n)``
 reads ``(m, r)``, and the bank has columns. At full rank a parameter has ``step`` (a float32 tensor), ``exp_avg`` and
-``exp_avg_sq`` in its own shape and dtype, as ``torch.optim.AdamW`` does. 8-bit moments have codes, uint8, in place of
-values; the second moment is then stored as its square root (:mod:`grass.state.precision`).
+``exp_avg_sq`` in its own shape and dtype, as ``torch.optim.AdamW`` does. If it is small and in half precision, it has
+them in float32, and a ``master`` (:mod:`grass.state.master`). 8-bit moments have codes, uint8, in place of values; the
+second moment is then stored as its square root (:mod:`grass.state.precision`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ KEYS = {
     "bank_exp_avg": Key("first moments of the rows not selected", "(m, n)", "bank_dtype", on_host=True, sharded=True),
     "bank_exp_avg_sq": Key("their second moments", "(m, n)", "bank_dtype", on_host=True, sharded=True),
     "bank_steps": Key("their Adam steps", "(m,)", "float32", on_host=True),
-    "master": Key("float32 master of a half-precision parameter; only with offload", "(m, n)", "float32"),
+    "master": Key("float32 master of a half-precision parameter: small ones, others by offload", "(m, n)", "float32"),
     "active": Key("active rows that are more precise than the weight; filled by state_dict()", "(r, n)", "float32"),
 }
 

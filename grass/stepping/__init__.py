@@ -1,7 +1,7 @@
 """How :class:`grass.GrassAdamW` steps the parameters of one group: in one of three ways.
 
 =============  ==================================================================
-``plain``      at full rank, as torch's AdamW does
+``plain``      at full rank, as torch's AdamW does; small ones as float32 masters
 ``projected``  by rows chosen from the full gradient (dense mode)
 ``active``     by rows that are parameters themselves (compact mode)
 =============  ==================================================================
@@ -16,8 +16,8 @@ from torch import Tensor
 from grass.compact_mode.layer import CompactLayer
 from grass.stepping.compact import step_active
 from grass.stepping.dense import step_projected
-from grass.stepping.group import GroupStep, Member, is_half
-from grass.stepping.plain import step_device, step_plain, step_rounded
+from grass.stepping.group import GroupStep, Member
+from grass.stepping.plain import is_rounded, step_device, step_plain, step_rounded
 
 __all__ = ["GroupStep", "Member", "step_device", "step_group"]
 
@@ -37,10 +37,9 @@ def step_group(
     dense = [m for m in members if id(m.parameter) not in layers] if active else members
     projected = [m for m in dense if step.options.projects(m.parameter)]
     plain = [m for m in dense if not step.options.projects(m.parameter)]
-    rounds = step.options.stochastic_rounding
     step_projected(step, projected, given_norms)
     for member in plain:
-        if rounds and is_half(member.parameter.dtype):
+        if is_rounded(member.parameter, step.group):
             step_rounded(step, member)
-    step_plain(step, [m for m in plain if not (rounds and is_half(m.parameter.dtype))])
+    step_plain(step, [m for m in plain if not is_rounded(m.parameter, step.group)])
     step_active(step, [(m, layers[id(m.parameter)]) for m in active])

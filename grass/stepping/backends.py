@@ -19,8 +19,9 @@ from torch import Tensor
 from grass import kernels
 from grass.cpu import kernel as cpu_kernel
 from grass.kernels.dispatch import runs_triton, wants_triton
+from grass.state.master import is_half
 from grass.stepping.explored import decay_explored, step_explored
-from grass.stepping.group import GroupStep, Numbers, is_half
+from grass.stepping.group import GroupStep, Numbers
 from grass.stepping.operators import step_by_operators
 from grass.stepping.rows import Rows
 

@@ -100,8 +100,3 @@ def count(states: list[State]) -> None:
     ages = [state["row_steps"] for state in states if "row_steps" in state]
     if ages:
         torch._foreach_add_(ages, 1.0)
-
-
-def is_half(dtype: torch.dtype) -> bool:
-    """Whether ``stochastic_rounding`` applies to values of this type."""
-    return dtype in (torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""Parameters at full rank: torch's own AdamW, or AdamW with stochastic rounding."""
+"""Parameters at full rank: torch's own AdamW, also of float32 masters, or AdamW with stochastic rounding."""
 
 from __future__ import annotations
 
@@ -12,25 +12,38 @@ from grass.kernels import compact_adamw_
 from grass.kernels.layout import is_dense
 from grass.options import as_matrix
 from grass.parallel.shards import local
-from grass.stepping.group import GroupStep, Member, is_half
+from grass.state.master import begin_master, follow_, is_half, keeps_master
+from grass.stepping.group import GroupStep, Member
 
 
 def step_plain(step: GroupStep, members: list[Member]) -> None:
-    """Step parameters as ``torch.optim.AdamW`` does."""
+    """Step parameters as ``torch.optim.AdamW`` does; of those with a master the master, which is then rounded."""
     if not members:
         return
     for member in members:
         begin_plain(step.group, member)
+    rounded = [m for m in members if "master" in m.state]
+    masters, values = [local(m.state["master"]) for m in rounded], [local(m.parameter.detach()) for m in rounded]
+    follow_(masters, values)
+    whole = [m for m in members if "master" not in m.state]
+    members = whole + rounded
     torch_adamw(
         step,
-        [local(m.parameter) for m in members],
-        [local(m.grad) for m in members],
+        [local(m.parameter) for m in whole] + masters,
+        [local(m.grad) for m in whole] + [local(m.grad).to(torch.float32) for m in rounded],
         [local(m.state["exp_avg"]) for m in members],
         [local(m.state["exp_avg_sq"]) for m in members],
         [m.state["step"] for m in members],
         step.options.lr,
         step.options.weight_decay,
     )
+    if rounded:
+        torch._foreach_copy_(values, masters)
+
+
+def is_rounded(p: Tensor, group: dict[str, Any]) -> bool:
+    """Whether a parameter at full rank is rounded stochastically: on request, in half precision, without a master."""
+    return group["stochastic_rounding"] and is_half(p.dtype) and not keeps_master(p)
 
 
 def step_rounded(step: GroupStep, member: Member) -> None:
@@ -87,7 +100,7 @@ def torch_adamw(
 
 def step_device(p: Tensor, group: dict[str, Any]) -> torch.device | str:
     """The device on which the step count of a plain parameter has to be."""
-    return p.device if _has_fused_adamw(p) and not (group["stochastic_rounding"] and is_half(p.dtype)) else "cpu"
+    return p.device if _has_fused_adamw(p) and not is_rounded(p, group) else "cpu"
 
 
 def begin_plain(group: dict[str, Any], member: Member) -> None:
@@ -97,6 +110,7 @@ def begin_plain(group: dict[str, Any], member: Member) -> None:
         state["step"] = torch.zeros((), dtype=torch.float32, device=step_device(p, group))
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    begin_master(p, state)
 
 
 def _has_fused_adamw(p: Tensor) -> bool:

@@ -113,7 +113,7 @@ def test_any_schedule_gives_the_same_bits(mode: str, tmp_path: Path, monkeypatch
 def test_small_updates_survive() -> None:
     moved = []
     for masters in (False, True):
-        p = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        p = nn.Parameter(torch.ones(257, 256, dtype=torch.bfloat16))  # a small one has a master without offload
         optimizer = GrassAdamW([p], lr=1e-4, offload=Offload(masters=masters))  # an eightieth of bfloat16's spacing
         for _ in range(100):
             p.grad = torch.ones_like(p)
@@ -180,7 +180,9 @@ def test_the_resident_optimizer_loads_it_without_masters_and_back(mode: str) -> 
     other, resident = built(None, mode)
     other.load_state_dict(model.state_dict())
     resident.load_state_dict(optimizer.state_dict())
-    assert all("master" not in state for state in resident.state.values())
+    if mode == "full":
+        assert all("master" in state for state in resident.state.values())  # small ones have it without offload
+    assert all("master" not in state for state in resident.state.values() if "indices" in state)
     train(other, resident, 2)
     optimizer.load_state_dict(resident.state_dict())
     model.load_state_dict(other.state_dict())
@@ -190,6 +192,23 @@ def test_the_resident_optimizer_loads_it_without_masters_and_back(mode: str) -> 
         state = optimizer.state[p]
         assert state["exp_avg"].dtype == torch.float32
         assert torch.equal(state["master"].bfloat16(), p)
+
+
+def test_large_ones_without_masters_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grass.state.master.SMALL", 0)
+    model, optimizer = built(Offload(masters=True))
+    train(model, optimizer, 3)
+    other, resident = built(None)
+    other.load_state_dict(model.state_dict())
+    resident.load_state_dict(optimizer.state_dict())
+    assert {p.ndim > 1 for p in other.parameters() if "master" not in resident.state[p]} == {True}
+    assert all(
+        s["exp_avg"].dtype == (torch.float32 if "master" in s else torch.bfloat16) for s in resident.state.values()
+    )
+    optimizer.load_state_dict(resident.state_dict())
+    train(model, optimizer, 2)
+    optimizer.offload.finish()
+    assert all("master" in optimizer.state[p] for p in model.parameters())
 
 
 def test_active_rows_have_none() -> None:
