@@ -139,6 +139,8 @@ class InBackward:
             check_gradient(p, group)
             if self._clip is not None:
                 self._norms.append(clip_grad_norm_([p], self._clip))
+            if optimizer._lost.noting:
+                optimizer._lost.note(p, group, whole.layers)
             whole.advance(group, [(position, p)])
             p.grad = None
 

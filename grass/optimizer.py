@@ -22,6 +22,7 @@ from grass.compact_mode.reads import Reads
 from grass.compact_mode.registry import by_active_rows, layers_of
 from grass.coverage import report_scale
 from grass.health import Health
+from grass.lost_updates import LostUpdates
 from grass.offload.engine import Engine
 from grass.offload.options import Offload
 from grass.options import Options, as_plain
@@ -185,7 +186,7 @@ class GrassAdamW(Optimizer):
         self._background = Background()
         self.given_norms: dict[Tensor, Tensor] = {}
         self._held: list[CompactLayer] | None = []
-        self._health, self._reads = Health(), Reads()
+        self._health, self._reads, self._lost = Health(), Reads(), LostUpdates()
         self._checks = StepChecks([])
         self._named_by_model = isinstance(params, nn.Module)
         super().__init__(trainable_parameters(params) if isinstance(params, nn.Module) else params, as_plain(defaults))
@@ -220,6 +221,7 @@ class GrassAdamW(Optimizer):
         if "_offload_options" in state:  # a copy
             self._offload_by(state.pop("_offload_options"))
         self._held, self._health, self._reads, self._going_on = None, Health(), Reads(), None
+        self._lost = LostUpdates()
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -298,6 +300,8 @@ class GrassAdamW(Optimizer):
         for layer in whole.layers.values():
             Owner.check(layer, self)
             layer.follow()
+        if self.offload is None or not self.offload.options.masters:
+            self._lost.count(self.param_groups, whole.layers)
         self._advance(whole)
         whole.ranks.verify_selection(whole.chosen)
         self._health.check(self.param_groups, self.state, whole.layers, whole.stepped)

@@ -217,3 +217,36 @@ def test_checkpoint_across_world_sizes(rule: dict[str, Any], tmp_path: Path) -> 
                 assert all(torch.equal(ours[name], value) for name, value in expected.items())
             else:
                 assert_close(ours, expected)
+
+
+HALF: dict[str, Any] = {
+    "dtype": torch.bfloat16,
+    "lr": 1e-3,
+    "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+}
+
+
+def masters(rank: int, folder: Path, first: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Train in bfloat16, or go on from a checkpoint if it is not the beginning; returns the weights and all masters."""
+    model, optimizer = sharded(seed=first, **HALF)
+    if first:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    for step, batch in enumerate(joint_batches(8, torch.bfloat16)[first:], first):
+        if step == 4 and not first:
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        train_jointly(model, optimizer, [batch])
+    held = [p for p in model.parameters() if "master" in optimizer.state.get(p, {})]
+    found = [optimizer.state[p]["master"].full_tensor() for p in held]
+    assert all(torch.equal(p.full_tensor(), m.bfloat16()) for p, m in zip(held, found, strict=True))
+    return weights_of(model.state_dict()), found
+
+
+def test_masters_of_sharded_parameters_resume_bit_for_bit(tmp_path: Path) -> None:
+    expected, every = run_world(masters, 2, tmp_path, 0)[0]
+    assert every
+    for ours, found in run_world(masters, 2, tmp_path, 4):
+        assert all(torch.equal(ours[name], value) for name, value in expected.items())
+        assert all(torch.equal(a, b) for a, b in zip(found, every, strict=True))

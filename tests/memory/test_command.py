@@ -77,7 +77,9 @@ def test_the_rank_of_adapters_is_their_own(capsys):
 def test_offload_reaches_the_plan(capsys):
     plain, offloaded = table(capsys, *SHOWN), table(capsys, *SHOWN, "--offload")
     assert [offloaded["moments"][column] for column in (0, 4)] == ["-", "-"]
-    assert [offloaded["moments on host"][column] for column in (0, 4)] == [plain["moments"][0], plain["moments"][4]]
+    for column in (0, 4):
+        on_host = float(offloaded["moments on host"][column])
+        assert on_host == pytest.approx(float(plain["moments"][column]), abs=0.011)  # masters of norms; rounded
     assert offloaded["total"][1:4] == plain["total"][1:4]
     assert offloaded["total on host"][1:4] == ["-"] * 3
     assert float(offloaded["total"][4]) < float(plain["total"][4])

@@ -1,0 +1,111 @@
+"""Finds half-precision parameters at full rank whose updates are smaller than their spacing, so that nothing moves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grass.compact_mode.layer import CompactLayer
+from grass.options import is_projected
+from grass.parallel.shards import local
+from grass.state.master import is_half, keeps_master
+
+logger = logging.getLogger("grass")
+
+PERIOD = 100
+"""Steps from one measurement to the next."""
+WINDOW = 16
+"""Steps that a measurement takes."""
+SAMPLE = 4096
+"""Elements of a parameter that are compared, about."""
+MOST = 0.5
+"""Share of these elements that must not have changed for a warning."""
+
+Groups = list[dict[str, Any]]
+
+
+class _Before(NamedTuple):
+    """What a parameter was when a measurement began.
+
+    Attributes:
+        values: of a sample of its elements.
+        moving: which of them had a gradient; rows of an embedding without tokens have none.
+    """
+
+    values: Tensor
+    moving: Tensor
+
+
+class LostUpdates:
+    """Warns once of each large half-precision parameter at full rank that hardly moves.
+
+    Small ones have a float32 master; those that are rounded stochastically move on average. The device is waited for
+    once in :data:`PERIOD` steps.
+
+    Attributes:
+        noting: whether a measurement begins in this step.
+    """
+
+    def __init__(self) -> None:
+        self.noting = False
+        self._steps = 0
+        self._before: dict[Tensor, _Before] = {}
+        self._warned: set[int] = set()
+
+    def count(self, groups: Groups, layers: Mapping[int, CompactLayer]) -> None:
+        """Count a step; compare if a measurement ends with it. All weights must be up to date."""
+        self._steps += 1
+        phase = self._steps % PERIOD
+        self.noting = phase == PERIOD - WINDOW
+        if phase == 0 and self._before:
+            self._compare(groups)
+        if self.noting:
+            for _, group, p in _every(groups):
+                self.note(p, group, layers)
+
+    def note(self, p: Tensor, group: dict[str, Any], layers: Mapping[int, CompactLayer]) -> None:
+        """Begin to measure a parameter that is about to be stepped, if it can lose updates."""
+        if p.grad is None or not is_half(p.dtype) or keeps_master(p) or group["stochastic_rounding"]:
+            return
+        if id(p) in layers or is_projected(p, group) or id(p) in self._warned or not float(group["lr"]):
+            return
+        self._before[p] = _Before(_sample(p).clone(), _sample(p.grad) != 0)
+
+    def _compare(self, groups: Groups) -> None:
+        found = []
+        for name, group, p in _every(groups):
+            before, now = self._before.get(p), _sample(p)
+            if before is None or before.values.shape != now.shape or not float(group["lr"]):
+                continue
+            lost = (before.values == now)[before.moving].float().mean().item()  # NaN where nothing had a gradient
+            if lost > MOST:
+                self._warned.add(id(p))
+                found.append(f"{name} ({lost:.0%} of the elements with a gradient)")
+        self._before.clear()
+        if found:
+            logger.warning(
+                "Grass: updates of %d parameters are lost: they are smaller than the spacing of half precision. "
+                "Unchanged in %d steps: %s. GrassAdamW(stochastic_rounding=True) lets them move on average; in float32 "
+                "they move exactly",
+                *(len(found), WINDOW, ", ".join(found)),
+            )
+
+
+def _every(groups: Groups) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
+    """All parameters with their names and groups."""
+    position = 0
+    for group in groups:
+        for i, p in enumerate(group["params"]):
+            yield repr(group["param_names"][i]) if "param_names" in group else f"parameter {position}", group, p
+            position += 1
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Some elements of this rank's part, an odd number apart, so that they are of many columns."""
+    own = local(tensor.detach())
+    with torch.no_grad():
+        return own.flatten()[:: own.numel() // SAMPLE | 1]

@@ -1,0 +1,68 @@
+"""A warning where half precision loses the updates of large parameters at full rank."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import grass
+from grass import GrassAdamW
+from grass.lost_updates import PERIOD
+
+
+class Tables(nn.Module):
+    """An embedding of which half of the rows get no gradient, and a norm."""
+
+    def __init__(self, dtype: torch.dtype, value: float) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.full((600, 128), value, dtype=dtype))
+        self.norm = nn.Parameter(torch.ones(128, dtype=dtype))
+
+
+def trained(
+    dtype: torch.dtype = torch.bfloat16, lr: float = 1e-3, value: float = 1.0, in_backward: bool = False, **options: Any
+) -> Tables:
+    model = Tables(dtype, value)
+    optimizer = GrassAdamW(model.named_parameters(), lr=lr, **options)
+    if in_backward:
+        grass.step_in_backward(optimizer)
+    for _ in range(2 * PERIOD + 1):
+        (model.embed[:300].float().sum() + model.norm.float().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.state_dict()
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"in_backward": True}, {"offload": "cpu"}], ids=str)
+def test_names_what_does_not_move(dtype: torch.dtype, options: dict, caplog: pytest.LogCaptureFixture) -> None:
+    lr = 1e-3 if dtype == torch.bfloat16 else 1e-4
+    with caplog.at_level(logging.WARNING, "grass"):
+        model = trained(dtype, lr, **options)
+    assert torch.equal(model.embed, torch.ones_like(model.embed))
+    (message,) = [record.getMessage() for record in caplog.records if "are lost" in record.getMessage()]
+    assert "'embed' (100% of the elements with a gradient)" in message
+    assert "stochastic_rounding=True" in message
+    assert "norm" not in message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stochastic_rounding": True},
+        {"dtype": torch.float32},
+        {"value": 0.02},  # spacing 1/8192
+        {"lr": 0.0},
+        {"offload": grass.Offload(masters=True)},
+    ],
+    ids=str,
+)
+def test_silent_otherwise(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "grass"):
+        trained(**options)
+    assert not [record for record in caplog.records if "are lost" in record.getMessage()]
