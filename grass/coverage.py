@@ -64,6 +64,12 @@ def report(model: nn.Module, verb: str, covered: Collection[str], linear: Mappin
     _log(logging.WARNING if low else logging.INFO, line)
 
 
+def report_rank(rank: int | float | None) -> None:
+    """Say what ``rank=1`` is, because ``1.0`` may have been meant."""
+    if isinstance(rank, int) and rank == 1:
+        logger.warning("Grass: rank=1 selects one row (or column) of each weight; write rank=1.0 for all of them")
+
+
 def report_scale(factors: Collection[float]) -> None:
     """Report what ``scale="auto"`` multiplies the learning rate of converted layers by, unless that is 1."""
     if not _silenced and any(factor != 1 for factor in factors):

@@ -20,12 +20,12 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.owner import Owner
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.registry import by_active_rows, layers_of
-from grass.coverage import report_scale
+from grass.coverage import report_rank, report_scale
 from grass.health import Health
 from grass.lost_updates import LostUpdates
 from grass.offload.engine import Engine
 from grass.offload.options import Offload
-from grass.options import Options, as_plain
+from grass.options import Options, as_plain, is_projected
 from grass.parallel.background import Background
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel
@@ -239,6 +239,8 @@ class GrassAdamW(Optimizer):
         if any(is_tensor_parallel(layer) for layer in found):
             raise TypeError(TENSOR_PARALLEL)
         validate_group({**self.defaults, **group}, by_active_rows(found))
+        if any(is_projected(p, {**self.defaults, **group}) for p in tensors_of(group["params"])) and not found:
+            report_rank({**self.defaults, **group}["rank"])
         if "rank" not in group:
             report_default_rank(self.defaults, group["params"])
         if self.offload is not None and any(layer.strata > 1 for layer in found):
@@ -363,6 +365,9 @@ class GrassAdamW(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, bit for bit (:mod:`grass.state_dict`).
+
+        As with torch's optimizers, the saved hyperparameters replace those that this one was built with. A log message
+        names those that decide rows and state, such as ``rank``.
 
         Raises:
             ValueError: active rows were saved with another rank or dim than their layer has, or the state is that of

@@ -224,6 +224,11 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in ROW_KEYS}
 
 
+def declared_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """The values of a group as far as they are declared here, without the learning rate, which schedules change."""
+    return {key: group[key] for key in DECLARED if key != "lr"}
+
+
 def shared_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a group that processes must agree on; numbers as such, whatever type holds them."""
     return {key: as_number(group[key]) for key in SHARED_KEYS}

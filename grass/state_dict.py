@@ -7,6 +7,7 @@ master, therefore bypasses it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from grass.compact_mode.cycle import check_rows, resume
 from grass.compact_mode.layer import Layers
-from grass.options import Options, is_projected, validate
+from grass.options import SHARED_KEYS, Options, is_projected, validate
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded, local
 from grass.state.bank import Share
@@ -26,6 +27,8 @@ from grass.state.master import is_half, keeps_master
 from grass.state.schema import HOST_KEYS, State
 from grass.state.sharding import assembled, assembled_bank
 from grass.stepping import step_device
+
+logger = logging.getLogger("grass")
 
 
 def completed(state_dict: dict[str, Any], optimizer: Optimizer, layers: Layers, ranks: Ranks) -> dict[str, Any]:
@@ -85,6 +88,7 @@ class Loading:
         for ours, theirs in zip(optimizer.param_groups, groups, strict=False):
             theirs["shard_bank"] = ours["shard_bank"]  # of these processes, not of those that saved
             validate({**optimizer.defaults, **theirs})
+            _report_replaced(ours, {**optimizer.defaults, **theirs})
         return {**bare, "param_groups": groups}
 
     def _finish(self, optimizer: Optimizer) -> None:
@@ -140,6 +144,13 @@ class Loading:
             key: value.to("cpu" if key in HOST_KEYS else p.device, copy=True) if isinstance(value, Tensor) else value
             for key, value in state.items()
         }
+
+
+def _report_replaced(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Say which settings of a group the saved ones replace: torch loads hyperparameters, too."""
+    replaced = [f"{key}={ours[key]!r} by {theirs[key]!r}" for key in SHARED_KEYS if ours[key] != theirs[key]]
+    if replaced:
+        logger.warning("Grass: load_state_dict replaces %s, as it was saved", ", ".join(replaced))
 
 
 def _with_groups(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:

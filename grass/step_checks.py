@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import Layers
-from grass.options import is_batch, is_projected, settings_of, shared_settings
+from grass.options import (
+    ROW_KEYS,
+    check_value,
+    declared_settings,
+    is_batch,
+    is_projected,
+    shared_settings,
+    validate,
+)
 from grass.parallel.agreement import Agreement
 from grass.parallel.ranks import Ranks, checksum
 from grass.parallel.shards import is_sharded
@@ -18,19 +26,22 @@ from grass.validation import check_changed, validate_group
 
 Groups = list[dict[str, Any]]
 
+SCHEDULED = {"betas", "weight_decay"}
+"""Settings that a schedule may change in every step; no tensor needs a look for them."""
+
 
 class StepChecks:
     """Compares the groups of an optimizer with what they were at the last step."""
 
     def __init__(self, groups: Groups) -> None:
-        self._settings = [settings_of(group) for group in groups]
+        self._settings = [declared_settings(group) for group in groups]
         self._by_rows: dict[int, bool] | None = None
         self._agreement = Agreement()
 
     def add_last(self, groups: Groups, layers: Layers) -> None:
         """Take note of the last group, which was added and checked."""
         self._by_rows = _trained_by_rows(groups, layers)
-        self._settings.append(settings_of(groups[-1]))
+        self._settings.append(declared_settings(groups[-1]))
 
     def before_step(
         self, groups: Groups, states: Mapping[Tensor, State], layers: Layers, ranks: Ranks, others: Mapping[str, Any]
@@ -50,10 +61,18 @@ class StepChecks:
     def _check_settings(self, groups: Groups, states: Mapping[Tensor, State], layers: Layers) -> None:
         """Check groups whose settings were changed by hand since the last step."""
         for number, (group, before) in enumerate(zip(groups, self._settings, strict=False)):
-            if (settings := settings_of(group)) != before:
+            if not isinstance(group["lr"], Tensor):  # of a tensor the value may be on a device
+                check_value("lr", group["lr"])
+            if (settings := declared_settings(group)) == before:
+                continue
+            changed = {key for key, value in settings.items() if value != before[key]}
+            if not changed.isdisjoint(ROW_KEYS):
                 check_changed(group, before, any(states.get(p) for p in group["params"]))
+                self._by_rows = None
+            validate(group)
+            if changed - SCHEDULED:
                 validate_group(group, layers)
-                self._settings[number], self._by_rows = settings, None
+            self._settings[number] = settings
 
     def _check_parameters(self, groups: Groups, layers: Layers) -> None:
         """Refuse to train at full rank what was to be trained by rows."""

@@ -37,7 +37,7 @@ def matched_modules(
     expression. ``targets`` can pick heads by name, but never shared weights.
 
     Raises:
-        ValueError: nothing matches.
+        ValueError: nothing matches, or one entry of the list ``targets`` does not.
     """
     by_default = targets is None or targets == "all-linear"
     heads = set(_head_names(model)) if by_default else set()
@@ -59,7 +59,17 @@ def matched_modules(
         listed = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
         reason = "match only layers with shared or empty weights" if matched else "match no linear layer"
         raise ValueError(f"{targets=}, {exclude=} {reason}; the model has: {listed or 'none'}")
+    if targets is not None and not isinstance(targets, str):
+        _check_each_matches(targets, [*linear, *matched_experts(model)])
     return own
+
+
+def _check_each_matches(targets: Iterable[str], names: list[str]) -> None:
+    """Refuse a list of targets with an entry that matches no layer: it may be misspelt."""
+    for target in targets:
+        if not any(_names(name, [target]) or names_match(name, [target]) for name in names):
+            listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise ValueError(f"{target!r} in {targets=} matches no linear layer; the model has: {listed}")
 
 
 def matched_experts(model: nn.Module, targets: Targets = None, exclude: Targets = ()) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+import grass
 from grass import GrassAdamW, param_groups
 from tests.reference import train
 
@@ -208,3 +211,14 @@ def test_a_rank_for_bare_tensors_says_what_it_holds_for(given: str, says: bool, 
     caplog.clear()
     GrassAdamW(params[given], rank=0.5)
     assert ("rank=0.5 holds for all 2 matrices given, embeddings" in caplog.text) == says
+
+
+@pytest.mark.parametrize("target", ["typo", "mlp.typo_proj", ".*typo.*"])
+def test_a_target_that_matches_nothing_is_named_beside_one_that_does(tiny_llama, target: str) -> None:
+    for call in (
+        grass.matched_modules,
+        functools.partial(grass.compact, rank=2),
+        functools.partial(param_groups, rank=2),
+    ):
+        with pytest.raises(ValueError, match=f"'{re.escape(target)}' in targets=.* matches no linear layer"):
+            call(tiny_llama(), targets=["q_proj", target])

@@ -190,3 +190,68 @@ def test_a_graph_from_before_the_step_is_refused(mode: str, offload: grass.Offlo
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         second.backward()
+
+
+WRONG: dict[str, tuple[str, Any, str]] = {
+    "decay": ("decay", "ALL", r"Invalid decay='ALL': must be one of 'selected', 'all'"),
+    "betas": ("betas", (1.5, 2), r"Invalid betas=\(1\.5, 2\): must be two numbers in \[0, 1\)"),
+    "eps": ("eps", -1.0, r"Invalid eps=-1\.0: must be a finite number >= 0"),
+    "lr": ("lr", float("nan"), "Invalid lr=nan: must be a finite number"),
+    "amsgrad": ("amsgrad", True, "Invalid amsgrad=True: must be False"),
+}
+
+
+@pytest.mark.parametrize(("key", "value", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_values_are_named_by_the_next_step(key: str, value: Any, message: str) -> None:
+    """No weight changes; with the old value back training goes on."""
+    weight = Parameter(torch.ones(6, 8))
+    optimizer = GrassAdamW([weight], rank=3)
+    run(optimizer, [weight], gradients_for([weight], 2))
+    before, was = weight.detach().clone(), optimizer.param_groups[0][key]
+    optimizer.param_groups[0][key] = value
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+    assert torch.equal(weight, before)
+    optimizer.param_groups[0][key] = was
+    run(optimizer, [weight], gradients_for([weight], 1))
+    assert not torch.equal(weight, before)
+
+
+def test_values_that_a_schedule_changes_cost_no_look_at_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = Parameter(torch.ones(6, 8))
+    optimizer = GrassAdamW([weight], rank=3)
+    run(optimizer, [weight], gradients_for([weight], 1))
+    monkeypatch.setattr("grass.step_checks.validate_group", None)
+    optimizer.param_groups[0].update(lr=1e-4, weight_decay=0.3, betas=(0.8, 0.9))
+    run(optimizer, [weight], gradients_for([weight], 1))
+
+
+@pytest.mark.parametrize("saved", [{"rank": 0.25}, {"rank": 0.5, "update_interval": 7}, {"rank": 0.5}], ids=str)
+def test_loading_says_which_settings_it_replaces(saved: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    weight = Parameter(torch.ones(6, 8))
+    other = GrassAdamW([weight], **saved, lr=3e-4)
+    run(other, [weight], gradients_for([weight], 1))
+    optimizer = GrassAdamW([weight], rank=0.5)
+    optimizer.load_state_dict(other.state_dict())
+    said = [r.getMessage() for r in caplog.records if "load_state_dict replaces" in r.getMessage()]
+    if saved == {"rank": 0.5}:
+        assert not said
+    else:
+        expected = "rank=0.5 by 0.25" if "update_interval" not in saved else "update_interval=200 by 7"
+        assert said == [f"Grass: load_state_dict replaces {expected}, as it was saved"]
+
+
+@pytest.mark.parametrize(("rank", "says"), [(1, True), (1.0, False), (2, False)])
+def test_rank_one_says_what_it_is(rank: int | float, says: bool, caplog: pytest.LogCaptureFixture) -> None:
+    GrassAdamW([Parameter(torch.ones(6, 8)), Parameter(torch.ones(6))], rank=rank)
+    grass.compact(Network(), rank=rank, explore=0)
+    said = [
+        "rank=1 selects one row (or column) of each weight; write rank=1.0" in r.getMessage() for r in caplog.records
+    ]
+    assert sum(said) == 2 * says
+
+
+def test_rank_one_without_matrices_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    GrassAdamW([Parameter(torch.ones(6))], rank=1)
+    assert not caplog.records

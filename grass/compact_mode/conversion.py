@@ -21,6 +21,7 @@ from grass.compact_mode.registry import LAYERS, watch_optimizers
 from grass.compact_mode.siblings import SHARED, draw_places
 from grass.compact_mode.strata import of_stratum
 from grass.compact_mode.wrapped import check_not_sharded, check_not_wrapped
+from grass.coverage import report_rank
 from grass.options import check_value, resolve_rank
 from grass.parallel.shards import is_wrapper
 from grass.selection.exploration import gradient_scale, reach, resolve_explore
@@ -87,6 +88,7 @@ def compact(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     _check_arguments(rank, explore, dim, dtype, weights)
+    report_rank(rank)
     check_not_streamed(model)
     check_not_wrapped(model)
     experts = experts_to_convert(model, targets, exclude, dim, weights)
