@@ -24,10 +24,10 @@ lint: $(VENV)/.test
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch==2.13.0
 
 $(VENV)/.demo: setup.cfg constraints.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[hf]
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable .[demo]
 	touch $@
 
 $(VENV)/.test: setup.cfg constraints.txt | $(BIN)/python
