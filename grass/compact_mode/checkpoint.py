@@ -11,6 +11,7 @@ class SavedRows(SyncedRows):
     """The part of :class:`grass.compact_mode.layer.CompactLayer` that is saved and loaded."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.settle()
         self.sync()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[f"{prefix}active"]
@@ -25,7 +26,7 @@ class SavedRows(SyncedRows):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        self.arrive()
+        self.settle(loads=True)
         arguments = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(*arguments)
         if f"{prefix}active" in missing_keys:

@@ -127,10 +127,11 @@ class ExpertRows(CompactLayer):
         return torch.cat([rows[:, :r].flatten(0, 1), rows[:, r:].flatten(0, 1)])
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.settle()
         self.sync()  # the module has put its weight into the dict, whose values are written now
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self.arrive()
+        self.settle(loads=True)
         self.reload_changed()
         self.mark_synced()
 

@@ -47,7 +47,7 @@ class Int8ExpertRows(Int8Weight, ExpertRows):
     @torch.no_grad()
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Loads codes and scales, or quantises the weight of a plain model."""
-        self.arrive()
+        self.settle(loads=True)
         *_, missing, _unexpected, _errors = args
         if f"{prefix}weight_codes" in state_dict:
             for name, own in (("weight_codes", self.weight), ("weight_scale", self.weight_scale)):

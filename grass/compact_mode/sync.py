@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,16 @@ class Written(NamedTuple):
         return self.before[1:], self.after[1:]
 
 
+class Arrival(Protocol):
+    """Waits for values that are on their way from the host."""
+
+    def __call__(self) -> None:
+        """Wait before they are read."""
+
+    def settle(self, *, loads: bool = False) -> None:
+        """Wait before they are saved or loaded."""
+
+
 class SyncedRows(ActiveRows):
     """The part of :class:`grass.compact_mode.layer.CompactLayer` that makes weight and active rows agree."""
 
@@ -68,7 +78,7 @@ class SyncedRows(ActiveRows):
 
     _synced: tuple[Stamp, Stamp] | None = None  # active's and weight's, when they were known to agree
     _pending = False  # whether that is still to be written into the weight
-    arriving: Callable[[], None] | None = None
+    arriving: Arrival | None = None
     gated = False  # the module around it waits for the values that `arriving` brings
     _sharded = False
     _probes = PROBES
@@ -77,6 +87,7 @@ class SyncedRows(ActiveRows):
 
     def __getstate__(self) -> dict[str, Any]:
         """The content of copies and pickles; in them weight and active rows agree."""
+        self.settle()
         self.sync()
         return {key: value for key, value in vars(self).items() if key not in ("gated", "deferred")}
 
@@ -167,6 +178,11 @@ class SyncedRows(ActiveRows):
         if self.arriving is not None:
             self.arriving()
 
+    def settle(self, *, loads: bool = False) -> None:
+        """As :meth:`arrive`, before the layer is saved or loaded."""
+        if self.arriving is not None:
+            self.arriving.settle(loads=loads)
+
     def mark_synced(self) -> None:
         """Note that weight and active rows agree, or will when they are written back."""
         self.__dict__.update(_sharded=is_sharded(self.weight), _synced=self._stamps(), _pending=self.deferred)
@@ -220,10 +236,10 @@ class SyncedRows(ActiveRows):
         now = self._stamps()
         if now is None:
             return
-        self._pending = False
         if self._synced is not None and now[1] == self._synced[1]:
             self.write_back()
             self._synced = self._stamps()
+        self._pending = False
 
     def _changed_unseen(self) -> bool:
         """Whether the first active row differs from the weight's, as after ``p.data -= p.grad``.

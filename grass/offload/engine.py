@@ -31,7 +31,8 @@ from grass.offload.link import Link
 from grass.offload.masters import MasterReplica
 from grass.offload.options import Offload
 from grass.offload.parts import Place, beside, fixed_options, may_choose, stand_in
-from grass.offload.replicas import LayerReplica, Replica, stamp_of
+from grass.offload.replicas import Changed, LayerReplica, Replica, Stage, stamp_of
+from grass.offload.rescue import Losses, rescue
 from grass.offload.schedule import Unit, placement, schedule
 from grass.offload.sizes import Sizes, bytes_at_home
 from grass.offload.tasks import Task, measured_seconds
@@ -73,11 +74,30 @@ class Engine:
         self._names: dict[Tensor, str] = {}
         self._home = Home(options.path)
         self._at_home: dict[Tensor, dict[str, Tensor]] = {}
-        self._gate = Gate(self.finish)
+        self._gate = Gate(self)
         self._tuning = Tuning(options.fraction)
+        self._visits: dict[Tensor, Visit] = {}
+        self._losses = Losses()
 
     def step(self, groups: Groups, whole: WholeStep) -> None:
-        """Queue the step of all parameters that have a gradient."""
+        """Queue the step of all parameters that have a gradient.
+
+        If this is interrupted, either all of them step, beside the caller, or nothing has happened.
+        """
+        before, self.last_tasks, chooses = Before(whole), [], False
+        try:
+            unguarded, chooses, host = self._queue(groups, whole)
+        except BaseException:
+            if not any(map(self._executor.has, self.last_tasks)):
+                self._pending = {}
+                before.restore()
+            raise
+        self.finish(unguarded)
+        if chooses:
+            host.ranks.verify_selection(host.chosen)
+
+    def _queue(self, groups: Groups, whole: WholeStep) -> tuple[list[Tensor], bool, WholeStep]:
+        """Queue a step; returns what nobody waits for later, whether rows are chosen, and the host's part."""
         host, device = beside(whole, self._home.meshes.ranks(whole.ranks)), beside(whole, whole.ranks)
         for group in groups:
             host.options[id(group)] = device.options[id(group)] = fixed_options(group)
@@ -102,9 +122,7 @@ class Engine:
         ]
         self._submit(members, units, whole)
         everything = chooses or not self.options.overlap
-        self.finish(p for p, *_ in members if everything or not self._is_waited_for(p, whole))
-        if chooses:
-            host.ranks.verify_selection(host.chosen)
+        return [p for p, *_ in members if everything or not self._is_waited_for(p, whole)], chooses, host
 
     def finish(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Wait until parameters have the values that the last step gave them; by default all.
@@ -112,16 +130,55 @@ class Engine:
         Raises:
             RuntimeError: a copy or an update has failed, or takes longer than the deadline.
         """
+        if parameters is None:
+            self._executor.check()
         for p in list(self._pending if parameters is None else parameters):
             task = self._pending.get(p)
             if task is None:
                 continue
             self._executor.wait(task)
-            if self._pending.pop(p, None) is not None and p in self._replicas:
-                with torch.inference_mode(False), torch.no_grad():  # sketches are made here
-                    self._replicas[p].arrive()
+            if p in self._replicas:
+                self._arrive(self._replicas[p])
+            self._pending.pop(p, None)
         if parameters is None:
             self._learn()
+
+    def _arrive(self, replica: Replica) -> None:
+        try:
+            with torch.inference_mode(False), torch.no_grad():  # sketches are made here
+                replica.arrive()
+        except Changed as error:
+            self._executor.drain()
+            self._executor.fail(error)
+            raise
+
+    def settle(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """As :meth:`finish`, before something is saved or loaded. After a fault, save what can be saved.
+
+        Each parameter then has the values before the step or after it, which :mod:`grass.offload.rescue` decides. The
+        fault itself is raised by the next step.
+        """
+        try:
+            self.finish(parameters)
+        except RuntimeError:
+            if (fault := self._executor.fault) is None:
+                raise
+            self._executor.rest()
+            if self._pending:
+                places = {p: self._replicas.get(p) or self._visits[p] for p in self._pending}
+                self._losses = rescue(places, self._pending, self.link, fault)
+                _forget_steps(self._pending)
+                self._pending, self._replicas, self._visited = {}, {}, {}
+
+    def settle_values(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """As :meth:`settle`, before parameters are saved. Raises ``RuntimeError`` if the values of any are lost."""
+        self.settle(parameters)
+        self._losses.check_values()
+
+    def settle_states(self) -> None:
+        """As :meth:`settle`, before state is saved. Raises ``RuntimeError`` if the state of any parameter is lost."""
+        self.settle()
+        self._losses.check_states()
 
     def finish_for(self, optimizer: object) -> None:
         """Let the last step of an optimizer end, although the optimizer itself is dropped."""
@@ -137,7 +194,10 @@ class Engine:
             logger.warning("Grass: the last step of a dropped optimizer did not end: %s", error)
 
     def rebuild(self, states: dict[Tensor, State]) -> None:
-        """Bring loaded state to the host; replicas are made again from the parameters."""
+        """Bring loaded state to the host; replicas are made again from the parameters. An earlier fault is over."""
+        if self._executor.fault is not None:
+            self._executor = Executor(deadline=self.options.deadline)
+        self._losses = Losses()
         self._replicas.clear()
         self._visited.clear()
         self._at_home.clear()
@@ -202,15 +262,17 @@ class Engine:
             *self._sizes[p][:3],
             down=partial(replica.take, link),
             update=partial(self._update, host, member, replica),
-            up=partial(replica.give, link),
+            up=partial(_give, replica, link),
         )
 
     def _update(self, host: WholeStep, member: Place, replica: Replica) -> None:
         """Step a parameter on the host, in the executor's thread."""
         p, group, position = member
         prepare_thread(self.options.threads, self.options.numa, p.device)
+        replica.stage = Stage.STEPPING
         replica.step(host, group, position)
         self._home.settle(host.states[replica.host], self._at_home.setdefault(p, {}))
+        replica.stage = Stage.STEPPED
 
     def _visit(self, member: Place, whole: WholeStep, device: WholeStep) -> Unit:
         """The unit of a parameter that the device steps."""
@@ -220,6 +282,7 @@ class Engine:
         is_current = self._visited.get(p) == stamp_of(p)
         visit = Visit(p, whole.states[p], layer, self._home, has_master=has_master, is_current=is_current)
         self._replicas.pop(p, None)
+        self._visits[p] = visit
         self._watch(p, layer)
         stand_in(visit.parameter, layer, member, whole, device)
         size = state_bytes(whole.states[p])
@@ -261,7 +324,7 @@ class Engine:
             _check_sharded(p, self.options.fraction)
         if layer is not None:
             check_sharding(layer)
-            layer.arriving = Arriving(self.finish, p)
+            layer.arriving = Arriving(self, p)
 
     def _submit(self, members: list[Place], units: list[Unit], whole: WholeStep) -> None:
         tasks, ends = self.schedule(units)
@@ -293,6 +356,35 @@ class Engine:
 
     def _is_waited_for(self, p: Tensor, whole: WholeStep) -> bool:
         return self._gate.guards(p) or (id(p) in whole.layers and not is_sharded(p))
+
+
+def _give(replica: Replica, link: Link) -> None:
+    """Bring the stepped values up, in the executor's thread."""
+    replica.give(link)
+    replica.stage = Stage.GIVEN
+
+
+def _forget_steps(parameters: Iterable[Tensor]) -> None:
+    """Let nobody wait for steps that do not come."""
+    for p in parameters:
+        if InPlace.marks(p):
+            InPlace.mark(p)
+
+
+class Before:
+    """What the preparation of a step takes from the model, for the case that it is interrupted."""
+
+    def __init__(self, whole: WholeStep) -> None:
+        self._norms, self._whole = dict(whole.given_norms), whole
+        self._sketches = [(layer, layer.sketch, layer.signs, layer.gathered) for layer in whole.layers.values()]
+
+    def restore(self) -> None:
+        """Give it back."""
+        self._whole.given_norms.update(self._norms)
+        _forget_steps(self._whole.states)
+        for layer, *sketch in self._sketches:
+            layer.sketch, layer.signs, layer.gathered = sketch
+            layer.mark_synced()  # weight and active rows still agree, whatever their versions say
 
 
 def _check_sharded(p: Tensor, fraction: float | str) -> None:

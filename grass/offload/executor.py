@@ -40,6 +40,8 @@ class Executor:
     def submit(self, tasks: Iterable[Task]) -> None:
         """Append tasks to the queues of their resources, and return at once.
 
+        If this raises, none of the tasks was appended, unless it is interrupted: then :meth:`has` tells.
+
         A task that runs loses its ``work``, and one submitted loses those of its ``after`` that have ended: neither
         keeps tensors or earlier steps in memory.
 
@@ -49,7 +51,8 @@ class Executor:
             RuntimeError: an earlier task failed, took too long or lost its thread; or the executor is closed.
         """
         tasks = list(tasks)
-        with self._queues() as queues:
+        queues = self._queues()
+        with queues.lock:
             queues.check_threads()
             queues.raise_fault()
             for task in tasks:
@@ -70,7 +73,8 @@ class Executor:
             RuntimeError: a task failed, ran longer than the deadline, or lost its thread; or the executor is closed.
                 The message has the state of every queue. Also if this process was forked before the task had ended.
         """
-        with self._queues() as queues:
+        queues = self._queues()
+        with queues.lock:
             if not task.done and task not in queues.pending and queues.fault is None:
                 if self._forked:
                     raise RuntimeError(
@@ -82,12 +86,42 @@ class Executor:
 
     def drain(self, timeout: float | None = None) -> None:
         """Block until all tasks are done. Raises as :meth:`wait` does."""
-        with self._queues() as queues:
+        queues = self._queues()
+        with queues.lock:
             self._block(queues, lambda: not queues.pending, timeout)
+
+    def has(self, task: Task) -> bool:
+        """Whether a task was submitted, and runs, waits or is done."""
+        return task.done or task in self._queues().pending
+
+    @property
+    def fault(self) -> str | None:
+        """The first thing that went wrong, if anything did; no other task has started since."""
+        return self._queues().fault
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if a task has failed."""
+        queues = self._queues()
+        with queues.lock:
+            queues.raise_fault()
+
+    def fail(self, error: BaseException) -> None:
+        """End everything, as a task that fails does. The first fault stays."""
+        queues = self._queues()
+        with queues.lock:
+            queues.fail(str(error), error)
+
+    def rest(self) -> None:
+        """After a fault, wait until no task runs but those beyond the deadline."""
+        queues = self._queues()
+        with queues.lock:
+            while queues.is_busy():
+                queues.changed.wait(min(POLL, max(0.0, queues.until_deadline())))
 
     def report(self) -> str:
         """What runs and what waits, one resource a line; at the moment of the fault if there was one."""
-        with self._queues() as queues:
+        queues = self._queues()
+        with queues.lock:
             return queues.report()
 
     def is_own_thread(self) -> bool:
@@ -118,7 +152,8 @@ class Executor:
             now = time.perf_counter()
             if end is not None and now >= end:
                 raise TimeoutError(f"Not done after {timeout} s.\n{queues.report()}")
-            queues.changed.wait(min(POLL, queues.until_deadline(), POLL if end is None else end - now))
+            if not queues.changed.wait(min(POLL, queues.until_deadline(), POLL if end is None else end - now)):
+                queues.changed.notify_all()  # an interrupt may have come before the notice
 
     def _queues(self) -> Queues:
         if os.getpid() != self._state.process:  # a fork copies neither threads nor, in a usable state, locks

@@ -24,7 +24,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,20 +35,32 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.sync import copy_parameters_last
 from grass.parallel.shards import is_sharded
 
-Wait = Callable[[Iterable[Tensor]], None]
 Parameters = dict[Tensor, None]
 """A set in order."""
+
+
+class Awaited(Protocol):
+    """What modules wait for: :class:`grass.offload.engine.Engine`."""
+
+    def finish(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Wait for parameters."""
+
+    def settle(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Wait before they are loaded."""
+
+    def settle_values(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Wait before they are saved."""
 
 
 class Gate:
     """Makes modules wait for their parameters.
 
     Args:
-        wait: waits for some parameters.
+        awaited: waits for some parameters; not kept alive.
     """
 
-    def __init__(self, wait: Wait) -> None:
-        self._wait = weakref.WeakMethod(wait)
+    def __init__(self, awaited: Awaited) -> None:
+        self._awaited = weakref.ref(awaited)
         self._order: dict[Tensor, int] = {}
         self._guarded: set[Tensor] = set()
         self._parameters: set[Tensor] = set()
@@ -87,9 +99,11 @@ class Gate:
             for p in self._sets[number]:
                 self._sets[0].pop(p, None)
 
-    def finish(self) -> None:
-        """Wait for all parameters."""
-        self._wait_for(self._parameters)
+    def settle(self, number: int | None, *, loads: bool = False) -> None:
+        """Wait for a set of parameters, or for all, before they are saved or loaded."""
+        if (awaited := self._awaited()) is not None:
+            parameters = list(self._parameters if number is None else self._sets[number])
+            (awaited.settle if loads else awaited.settle_values)(parameters)
 
     def _found(self, module: nn.Module) -> None:
         """Guard the parameters of the outermost module of a forward, if it holds any."""
@@ -97,9 +111,15 @@ class Gate:
         held = self._held(module, with_rows=compiled)
         if not held or self._search is None:
             return
+        if not self._handles:
+            try:
+                self._register(module, held, [] if compiled else list(_blocks(module)))
+            except BaseException:  # an interrupt: the next forward begins again
+                _remove(self._handles)
+                self._guarded, self._order, self._sets = set(), {}, []
+                raise
         self._search.remove()
         self._search = None
-        self._register(module, held, [] if compiled else list(_blocks(module)))
         self._wait_for(held)
 
     def _register(self, module: nn.Module, held: Parameters, blocks: list[nn.Module]) -> None:
@@ -125,9 +145,9 @@ class Gate:
             own: Parameters = {p: None for p in part.parameters(recurse=False) if p in held}
             if own:
                 self._sets.append(own)
-                hook, saved = _Hook(self, len(self._sets) - 1), cast("Any", part)  # untyped in torch
-                self._handles.append(saved.register_state_dict_pre_hook(hook))
-                self._handles.append(saved.register_load_state_dict_pre_hook(hook))
+                saved, number = cast("Any", part), len(self._sets) - 1  # untyped in torch
+                self._handles.append(saved.register_state_dict_pre_hook(_Saving(self, number)))
+                self._handles.append(saved.register_load_state_dict_pre_hook(_Loading(self, number)))
                 if part not in blocks and part not in outside:
                     self._enter(part, _Hook(self, len(self._sets) - 1, in_graph=True))
 
@@ -142,9 +162,8 @@ class Gate:
         return {p: None for p in module.parameters() if p in self._parameters and p not in rows}
 
     def _wait_for(self, parameters: Iterable[Tensor]) -> None:
-        wait = self._wait()
-        if wait is not None:
-            wait(list(parameters))
+        if (awaited := self._awaited()) is not None:
+            awaited.finish(list(parameters))
 
 
 class _Hook:
@@ -173,27 +192,49 @@ class _Hook:
     def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
         """Modules copy their hooks first (:func:`copy_parameters_last`), so values arrive before they are copied."""
         if (gate := self._gate()) is not None:
-            gate.finish()
+            gate.settle(None)
         return _Nothing, ()
+
+
+class _Saving(_Hook):
+    """Waits for parameters before they are saved."""
+
+    def __call__(self, *unused: Any, **also_unused: Any) -> None:
+        if (gate := self._gate()) is not None:
+            gate.settle(self._number)
+
+
+class _Loading(_Hook):
+    """Waits for parameters before they are loaded."""
+
+    def __call__(self, *unused: Any, **also_unused: Any) -> None:
+        if (gate := self._gate()) is not None:
+            gate.settle(self._number, loads=True)
 
 
 class Arriving:
     """Waits for the active rows of a layer; the layer calls it before it reads its values.
 
     Args:
-        wait: waits for some parameters; a method, whose object is not kept.
+        awaited: waits for some parameters; not kept alive.
         rows: the active rows.
     """
 
-    def __init__(self, wait: Wait, rows: Tensor) -> None:
-        self._wait, self._rows = weakref.WeakMethod(wait), weakref.ref(rows)
+    def __init__(self, awaited: Awaited, rows: Tensor) -> None:
+        self._awaited, self._rows = weakref.ref(awaited), weakref.ref(rows)
 
     @torch.compiler.disable(reason="it waits for the host")  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self) -> None:
         """Wait."""
-        wait, rows = self._wait(), self._rows()
-        if wait is not None and rows is not None:
-            wait([rows])
+        awaited, rows = self._awaited(), self._rows()
+        if awaited is not None and rows is not None:
+            awaited.finish([rows])
+
+    def settle(self, *, loads: bool = False) -> None:
+        """Wait before the layer is saved or loaded."""
+        awaited, rows = self._awaited(), self._rows()
+        if awaited is not None and rows is not None:
+            (awaited.settle if loads else awaited.settle_values)([rows])
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copied layer waits for nothing
@@ -208,6 +249,7 @@ class _Nothing:
 def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+    handles.clear()
 
 
 def _without(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:

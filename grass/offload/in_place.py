@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
+from grass.offload.given import Given
 from grass.offload.home import Home
 from grass.offload.link import Link
 from grass.offload.masters import master_of
-from grass.offload.replicas import Replica, check_gradient_unchanged, gradient_version
+from grass.offload.replicas import Replica, Stage
 from grass.state.schema import State
 from grass.stepping.masters import step_master
 from grass.stepping.whole import WholeStep
@@ -40,7 +41,9 @@ class InPlace(Replica):
 
     def begin(self, link: Link, *, decays_all: bool) -> None:
         """Note the gradient and the sketch, where the loop's ``zero_grad()`` cannot drop them."""
-        self._gradient, self._gradient_version = self.device.grad, gradient_version(self.device)
+        assert self.device.grad is not None
+        self._gradient: Tensor | None = self.device.grad
+        self._given = Given(self.device, self.device.grad)
         if self.layer is not None and self.layer.sketch is not None:
             self.layer.gathered = self.layer.end_sketch()
 
@@ -61,9 +64,9 @@ class InPlace(Replica):
         Raises:
             RuntimeError: the gradient was changed in place since ``optimizer.step``.
         """
-        check_gradient_unchanged(self.device, self._gradient_version, self._gradient)
         grad, self._gradient = self._gradient, None
         assert grad is not None
+        self._given.check(grad)
         if self._state is None:
             self.host.grad = grad
             whole.advance(group, [(position, self.host)])
@@ -81,12 +84,16 @@ class InPlace(Replica):
 
     def depart(self) -> None:
         """Nothing is on its way."""
+        self.stage = Stage.QUEUED
 
     def arrive(self) -> None:
         """Note the parameter as it is after the step, unless a cast has moved its values since."""
-        now = self._stamp()
-        if now[1] == self._version[1]:
+        if self.stage is not Stage.ARRIVED and (now := self._stamp())[1] == self._version[1]:
             self._version = now
+        self.stage = Stage.ARRIVED
+
+    def rescue(self, link: Link) -> None:
+        """The values are here."""
 
     @staticmethod
     def mark(parameter: Tensor) -> None:

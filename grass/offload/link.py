@@ -83,6 +83,19 @@ class Link:
             self._down.copy(_bytes_of(source), _bytes_of(out), start)
         self.bytes_down += source.nbytes
 
+    def peek(self, source: Tensor, after: torch.cuda.Event | None = None) -> Tensor:
+        """A few values of the device in host memory. They take the way :meth:`down`, but do not count as bytes of it.
+
+        Args:
+            source: on the device.
+            after: as in :meth:`down`.
+        """
+        if self._staging is None:
+            return source
+        out = torch.empty_like(source, device="cpu")
+        self._staging.down(_bytes_of(source), _bytes_of(out), after)
+        return out
+
     def up(self, source: Tensor, out: Tensor, after: torch.cuda.Event | None = None) -> None:
         """Copy from the host to the device. Both tensors must live until this returns.
 

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Self
 
 import torch
 
@@ -21,11 +20,14 @@ SHOWN = 5
 
 
 class Queues:
-    """The queues of one executor, guarded by one lock: ``with queues: ...``.
+    """The queues of one executor, guarded by one lock: ``with queues.lock: ...``.
 
     Threads refer to this object, not to the executor. The executor can be garbage-collected while they wait.
 
+    ``KeyboardInterrupt`` may come at any line of the thread that calls. It leaves the lock free and the queues whole.
+
     Attributes:
+        lock: guards everything below.
         process: which process the threads belong to.
         changed: notified whenever a task ends or something else below changes.
         pending: all tasks that have not ended.
@@ -36,7 +38,8 @@ class Queues:
     def __init__(self, resources: tuple[str, ...], deadline: float) -> None:
         self.deadline = deadline
         self.process = os.getpid()
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()  # entered by C code, between whose steps nothing interrupts
+        self.changed = threading.Condition(self.lock)
         self.pending: set[Task] = set()
         self.threads: dict[str, threading.Thread] = {}
         self.fault: str | None = None
@@ -44,37 +47,38 @@ class Queues:
         self._waiting: dict[str, deque[Task]] = {resource: deque() for resource in resources}
         self._running: dict[str, Task] = {}
 
-    def __enter__(self) -> Self:
-        self.changed.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.changed.release()
-
     def append(self, tasks: list[Task]) -> None:
-        """Queue tasks, and start the threads that they need."""
-        if not self.threads:
-            atexit.register(_end, weakref.ref(self))
+        """Queue tasks, and start the threads that they need. If this is interrupted, all are queued or none is."""
+        for resource in {task.resource for task in tasks}:
+            self._start(resource)
+        waiting = {resource: deque(queue) for resource, queue in self._waiting.items()}
         for task in tasks:
             task.after = tuple(other for other in task.after if not other.done)
-            self.pending.add(task)
-            self._waiting[task.resource].append(task)
-        for resource in {task.resource for task in tasks} - self.threads.keys():
+            waiting[task.resource].append(task)
+        pending = self.pending.union(tasks)
+        self.pending, self._waiting = pending, waiting  # no call between the two: nothing interrupts
+        self.changed.notify_all()
+
+    def _start(self, resource: str) -> None:
+        """Start the thread of a resource, unless it was started before."""
+        if not self.threads:
+            atexit.register(_end, weakref.ref(self))
+        thread = self.threads.get(resource)
+        if thread is None or thread.ident is None:  # an interrupt came before its start
             thread = threading.Thread(target=self._run, args=(resource,), name=f"grass-{resource}", daemon=True)
             self.threads[resource] = thread
             thread.start()
-        self.changed.notify_all()
 
     def close(self) -> None:
         """End the threads after what they run now. The garbage collector may call this, even in a forked child."""
         if os.getpid() == self.process:
-            with self:
+            with self.lock:
                 self.fail("The executor is closed")
 
     def end(self) -> None:
         """Start no other task, and give those that run some seconds: a thread inside torch aborts an ending process."""
         if os.getpid() == self.process:
-            with self:
+            with self.lock:
                 self.fail("The process ends")
                 self.changed.wait_for(lambda: not self._running, AT_EXIT)
 
@@ -92,7 +96,7 @@ class Queues:
     def check_threads(self) -> None:
         """Note a fault if a thread has died or a task runs longer than the deadline."""
         for resource, thread in self.threads.items():
-            if self.fault is None and not thread.is_alive():
+            if self.fault is None and thread.ident is not None and not thread.is_alive():
                 self.fail(f"The thread of {resource!r} died")
         if self.until_deadline() <= 0:
             late = min(self._running.values(), key=lambda task: task.start or 0.0)
@@ -102,6 +106,10 @@ class Queues:
         """Seconds until a running task reaches the deadline; infinite if none runs."""
         starts = [task.start for task in self._running.values() if task.start is not None]
         return min(starts, default=float("inf")) + self.deadline - time.perf_counter()
+
+    def is_busy(self) -> bool:
+        """Whether a task runs that has not reached the deadline."""
+        return bool(self._running) and self.until_deadline() > 0
 
     def report(self) -> str:
         """What runs and what waits, one resource a line; at the moment of the fault if there was one."""
@@ -119,6 +127,8 @@ class Queues:
     @torch.no_grad()
     def _run(self, resource: str) -> None:
         """The life of a thread."""
+        if self.threads.get(resource) is not threading.current_thread():  # another was started in its place
+            return
         try:
             while (task := self._take(resource)) is not None:
                 if task.work is not None:
@@ -127,14 +137,15 @@ class Queues:
         except BaseException as error:  # SystemExit too: a thread that ends in silence leaves others waiting
             running = self._running.get(resource)
             what = f"The thread of {resource!r}" if running is None else f"Task {running.name!r} on {resource!r}"
-            with self:
+            with self.lock:
                 self.fail(f"{what} failed: {error!r}", error)
+                self._running.pop(resource, None)
 
     def _take(self, resource: str) -> Task | None:
         """The next task, once all that it waits for are done; ``None``: end the thread."""
-        queue = self._waiting[resource]
-        with self:
+        with self.lock:
             while self.fault is None:
+                queue = self._waiting[resource]
                 if queue and all(other.done for other in queue[0].after):
                     task = self._running[resource] = queue.popleft()
                     task.start = time.perf_counter()
@@ -143,7 +154,7 @@ class Queues:
         return None
 
     def _finish(self, task: Task) -> None:
-        with self:
+        with self.lock:
             task.work = None
             task.end = time.perf_counter()
             del self._running[task.resource]

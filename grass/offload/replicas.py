@@ -20,6 +20,7 @@ come up. Weights of 8 bits come up as codes, with the scales of these rows.
 from __future__ import annotations
 
 from collections import OrderedDict
+from enum import Enum
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
 from grass.kernels.layout import is_dense
+from grass.offload.given import Given
 from grass.offload.home import Home, host_like, same_layout, to_host
 from grass.offload.link import Link
 from grass.parallel.shards import aligned_grad, is_sharded, local
@@ -34,15 +36,32 @@ from grass.selection.projector import Projector
 from grass.stepping.whole import WholeStep
 
 
+class Stage(Enum):
+    """How far a parameter has come in a step. Each is noted when the work before it has ended."""
+
+    QUEUED = "nothing has changed"
+    STEPPING = "the host changes its state"
+    STEPPED = "the host has its new values"
+    GIVEN = "the new values have come up"
+    ARRIVING = "they take their place"
+    ARRIVED = "the step has ended"
+
+
+class Changed(RuntimeError):
+    """A parameter was changed while its step was on its way."""
+
+
 class Replica:
     """The host's copy of a parameter that is not active rows of a converted layer.
 
     Attributes:
+        stage: how far the last step has come.
         device: the parameter.
         host: its copy, which is stepped.
         layer: the host's copy of a converted layer; here ``None``.
     """
 
+    stage = Stage.ARRIVED
     layer: CompactLayer | None = None
 
     def __init__(self, parameter: Tensor, home: Home, host: Tensor | None = None) -> None:
@@ -65,18 +84,19 @@ class Replica:
         grad = local(aligned_grad(self.device))
         if not is_dense(grad):
             grad = grad.contiguous()
-        self._source, self._source_version, self._mark = grad, grad._version, link.mark()
+        self._source, self._given = grad, Given(self.device, grad)
+        self._mark = link.mark()
         if not same_layout(grad, self._grad):
             self._grad = host_like(grad)
 
     def depart(self) -> None:
         """Note the parameter: nothing may change it until its values have arrived."""
-        self._departed = self._stamp()
+        self._departed, self.stage = self._stamp(), Stage.QUEUED
 
     def check_unchanged(self) -> None:
-        """Raise ``RuntimeError`` if something has changed the parameter since :meth:`depart`."""
+        """Raise :class:`Changed` if something has changed the parameter since :meth:`depart`."""
         if self._stamp() != self._departed:
-            raise RuntimeError(
+            raise Changed(
                 f"A parameter of shape {tuple(self.device.shape)} was changed while its step was on its way: call "
                 "optimizer.offload.finish() before"
             )
@@ -106,9 +126,31 @@ class Replica:
         link.up(self._outgoing(), values, self._mark)
 
     def arrive(self) -> None:
-        """Finish on the device what :meth:`give` has brought, before its first use there."""
-        self.check_unchanged()
-        self._version = self._stamp()
+        """Finish on the device what :meth:`give` has brought, before its first use there.
+
+        If this is interrupted, call it again.
+        """
+        if self.stage is Stage.ARRIVED:
+            return
+        if self.stage is not Stage.ARRIVING:
+            self.check_unchanged()
+            self.stage = Stage.ARRIVING
+        self._take_place()
+        self._version, self.stage = self._stamp(), Stage.ARRIVED
+
+    def rescue(self, link: Link) -> None:
+        """After a fault, bring values up that the host has stepped. A change of the parameter since then is lost."""
+        if self.stage is Stage.STEPPED:
+            self._departed = self._stamp()
+            self.give(link)
+            self.stage = Stage.GIVEN
+        if self.stage is Stage.GIVEN:
+            self._departed = self._stamp()
+        if self.stage in (Stage.GIVEN, Stage.ARRIVING):
+            self.arrive()
+
+    def _take_place(self) -> None:
+        """Put the values where they belong. May be called again."""
 
     def _outgoing(self) -> Tensor:
         """What :meth:`give` copies."""
@@ -116,8 +158,8 @@ class Replica:
 
     def _fetch(self, link: Link) -> None:
         link.down(self._source, self._grad, self._mark)
-        check_gradient_unchanged(self.device, self._source_version, self._source)
-        del self._source
+        self._given.check(self._grad, link, self._mark)
+        del self._source, self._given
 
     def _stamp(self) -> tuple[int, int]:
         return stamp_of(self.device)
@@ -127,6 +169,7 @@ class LayerReplica(Replica):
     """The host's copy of a converted layer."""
 
     layer: CompactLayer
+    _departed: Any
 
     def __init__(self, layer: CompactLayer, home: Home) -> None:
         self.source, self._home = layer, home
@@ -134,6 +177,8 @@ class LayerReplica(Replica):
         self.device, self.host = layer.active, self.layer.active
         self._grad = torch.empty(0)
         self._rows: Tensor | None = None
+        self._scale: Tensor | None = None
+        self._selected: Tensor | None = None
         self._version = self._stamp()
 
     def begin(self, link: Link, *, decays_all: bool) -> None:
@@ -176,30 +221,37 @@ class LayerReplica(Replica):
 
     def arrive(self) -> None:
         """Write the rows into the weight, and bring the layer to the rows that train next."""
-        self.check_unchanged()
+        super().arrive()
+        self._rows = self._scale = self._selected = None
+
+    def rescue(self, link: Link) -> None:
+        """As for any parameter. A layer that was not stepped is in agreement, although the step has begun."""
+        if self.stage is Stage.QUEUED:
+            if self.source._stamps() != self._departed[0]:
+                self.source.reload()
+            self.source.mark_synced()
+        super().rescue(link)
+
+    def _take_place(self) -> None:
         source, rows = self.source, self._rows
         assert rows is not None
-        self._rows = None
         device, scale = source.chosen.device, source.scale()
         if self._sends_all:
             source.matrix().copy_(rows)
         else:
             Projector(self._before.indices.to(device), None, source.dim).scatter_(source.matrix(), rows)
-        if scale is not None:
+        if scale is not None and self._scale is not None:
             scale[... if self._sends_all else self._before.indices.to(device)] = self._scale
-            del self._scale
         source.chosen.copy_(self.layer.chosen)
         source.drawn = self.layer.drawn
         source.reload()
-        if self._is_wider():
+        if self._selected is not None:
             source.selected_part(source.rows()).copy_(self._selected)
-            del self._selected
         source.norms, source.selections = self.layer.norms, self.layer.selections
         if self.layer.sketch is not None and source.sketch is None:
             signs = self.layer.signs
             source.begin_sketch(None if signs is None else signs.to(device))
         source.mark_synced()
-        self._version = self._stamp()
 
     def _sent(self, link: Link, values: Tensor) -> Tensor:
         """Values that have been copied to the device."""
@@ -218,27 +270,6 @@ class LayerReplica(Replica):
 def stamp_of(parameter: Tensor) -> tuple[int, int]:
     """Differs after any change of a parameter that PyTorch can see."""
     return parameter._version, local(parameter.detach()).data_ptr()
-
-
-def gradient_version(parameter: Tensor) -> int:
-    """How often the gradient has been changed in place."""
-    assert parameter.grad is not None
-    return parameter.grad._version
-
-
-def check_gradient_unchanged(parameter: Tensor, version: int, grad: Tensor | None = None) -> None:
-    """Check that a gradient has not been changed in place since ``optimizer.step``.
-
-    Raises:
-        RuntimeError: it has.
-    """
-    grad = parameter.grad if grad is None else grad
-    assert grad is not None
-    if grad._version != version:
-        raise RuntimeError(
-            f"The gradient of a parameter of shape {tuple(parameter.shape)} was changed in place before the step had "
-            "read it: call zero_grad(set_to_none=True), its default, or optimizer.offload.finish() before"
-        )
 
 
 def host_layer(layer: CompactLayer, home: Home) -> CompactLayer:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
+from grass.offload.given import Given
 from grass.offload.home import Home, same_layout
 from grass.offload.link import Link
 from grass.offload.masters import master_of
-from grass.offload.replicas import check_gradient_unchanged, gradient_version
+from grass.offload.replicas import Stage
+from grass.parallel.shards import local
 from grass.state.schema import HOST_KEYS, State
 from grass.stepping.masters import step_master
 from grass.stepping.whole import WholeStep
@@ -35,6 +37,7 @@ class Visit:
 
     Attributes:
         parameter: what is stepped on the device.
+        stage: how far the step has come.
     """
 
     def __init__(
@@ -55,9 +58,11 @@ class Visit:
         self.parameter: Tensor = self._values
         if has_master:
             self.parameter = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
-        self._version = gradient_version(parameter)
+        assert self._values.grad is not None
+        self._given = Given(parameter, local(self._values.grad))
         self._state = state
         self._there: dict[str, Any] = {}
+        self.stage = Stage.QUEUED
 
     def up(self, link: Link) -> None:
         """Bring the state to the device."""
@@ -75,7 +80,9 @@ class Visit:
         Raises:
             RuntimeError: the gradient was changed in place since ``optimizer.step``.
         """
-        check_gradient_unchanged(self._values, self._version)
+        assert self._values.grad is not None
+        self._given.check(self._values.grad)
+        self.stage = Stage.STEPPING
         whole.states[self.parameter] = self._there
         if self._has_master:
             self._step_master(whole, group, position)
@@ -84,19 +91,25 @@ class Visit:
         whole.background.finish()
         if self._layer is not None:
             self._layer.gathered = None
+        self.stage = Stage.STEPPED
 
     def down(self, link: Link) -> None:
         """Bring the state back. It may have other tensors than before: a selection replaces them."""
-        mark = link.mark()
+        mark, home = link.mark(), dict(self._there)
         for key in _travelling(self._there):
             came, held = self._there[key], self._state.get(key)
             if held is None or not same_layout(held, came):
                 held = self._home.empty_like(came)
             link.down(came, held, mark)
-            self._there[key] = held
+            home[key] = held
         self._state.clear()
-        self._state.update(self._there)
-        self._there, self._values.grad = {}, None
+        self._state.update(home)
+        self.stage, self._there, self._values.grad = Stage.ARRIVED, {}, None
+
+    def rescue(self, link: Link) -> None:
+        """After a fault, bring a state back that the device has stepped."""
+        if self.stage is Stage.STEPPED:
+            self.down(link)
 
     def _step_master(self, whole: WholeStep, group: dict[str, Any], position: int) -> None:
         self.parameter.data = master = self._there.pop("master")

@@ -20,8 +20,6 @@ LIMIT = 600.0
 Wait = Callable[[nn.Module, GrassAdamW], object]
 WAITS: dict[str, Wait] = {
     "forward": lambda model, optimizer: model(torch.zeros(1, 1, dtype=torch.long)),
-    "state_dict of the optimizer": lambda model, optimizer: optimizer.state_dict(),
-    "state_dict of the model": lambda model, optimizer: model.state_dict(),
     "step": lambda model, optimizer: optimizer.step(),
     "finish": lambda model, optimizer: optimizer.offload.finish(),  # type: ignore[union-attr]
 }

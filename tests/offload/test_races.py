@@ -56,6 +56,8 @@ class LazyExecutor:
             self.waiting.remove(chosen)
         self.left_open += len(self.waiting)
 
+    def check(self) -> None: ...
+
     def is_own_thread(self) -> bool:
         return False
 
