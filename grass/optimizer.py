@@ -210,7 +210,9 @@ class GrassAdamW(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """The content of copies and pickles."""
-        self._finish()
+        self._background.finish()
+        if self.offload is not None:
+            self.offload.settle_states()
         options = None if self.offload is None else self.offload.options
         return {**super().__getstate__(), "_named_by_model": self._named_by_model, "_offload_options": options}
 
@@ -315,7 +317,7 @@ class GrassAdamW(Optimizer):
         if self.offload is not None:
             self.offload.step(self.param_groups, whole)
             return
-        increment_version(self._changing(whole))
+        increment_version(list(self._changing(whole)))
         index = 0
         for group in self.param_groups:
             whole.advance(group, enumerate(group["params"], index))
@@ -373,7 +375,9 @@ class GrassAdamW(Optimizer):
             ValueError: active rows were saved with another rank or dim than their layer has, or the state is that of
                 another optimizer or mode.
         """
-        self._finish()
+        self._background.finish()
+        if self.offload is not None:
+            self.offload.settle()
         masters = self.offload is not None and self.offload.options.masters
         with Loading(self.layers(), Ranks.of(self.process_group), all_masters=masters).through(self):
             super().load_state_dict(state_dict)
@@ -385,5 +389,7 @@ class GrassAdamW(Optimizer):
 
         Sharded state is ``DTensor``: save it by ``torch.distributed.checkpoint``, on every rank.
         """
-        self._finish()
+        self._background.finish()
+        if self.offload is not None:
+            self.offload.settle_states()
         return completed(super().state_dict(), self, self.layers(), Ranks.of(self.process_group))

@@ -43,15 +43,20 @@ class Background:
         Raises:
             Exception: the first one that work raised.
         """
-        pending, self._pending = self._pending, []
-        for state, device, future in pending:
-            done = future.result()
+        while self._pending:
+            state, device, future = self._pending[0]
+            try:
+                done = future.result()
+            except Exception:
+                self._pending.clear()
+                raise
             if done is not None:
                 current = torch.cuda.current_stream(device)
                 current.wait_event(done)
                 for value in state.values():
                     if isinstance(value, Tensor) and value.is_cuda:
                         value.record_stream(current)  # allocated on the other stream, used on this one
+            self._pending.pop(0)
 
     def _work(
         self, work: Callable[[], None], device: torch.device, before: torch.cuda.Event | None
