@@ -34,9 +34,7 @@ class Gradients:
 
     def begin_unit(self) -> None:
         """Note that backward comes to another unit: gradients of one unit before it may still be on their way."""
-        for task in self._going[: self._before]:
-            self._executor.wait(task)
-        del self._going[: self._before]
+        self._wait(self._before)
         self._before = len(self._going)
 
     def arrive(self, parameter: Tensor, there: Tensor) -> Tensor:
@@ -75,9 +73,15 @@ class Gradients:
 
     def finish(self) -> None:
         """Wait until all gradients are on the host."""
-        going, self._going, self._before = self._going, [], 0
-        for task in going:
-            self._executor.wait(task)
+        self._wait(len(self._going))
+        self._before = 0
+
+    def _wait(self, count: int) -> None:
+        """Wait for the first gradients. If this is interrupted, they are waited for again."""
+        for task in self._going[:count]:
+            if self._executor.has(task):  # otherwise an interrupt came before it was submitted
+                self._executor.wait(task)
+        del self._going[:count]
 
     def _settle(self) -> None:
         with suppress(RuntimeError):  # the next use of the executor raises it

@@ -12,7 +12,7 @@ from grass.compact_mode.sync import Written
 from grass.offload.home import SMALLEST, Home
 from grass.offload.in_place import InPlace
 from grass.offload.replicas import stamp_of
-from grass.streaming.places import outgoing, tensors_of
+from grass.streaming.places import Place, outgoing, tensors_of
 from grass.streaming.versions import Change, Version
 
 ALIGNMENT = 512
@@ -48,6 +48,22 @@ class HostUnit:
         self._mapped: set[int] = set()
         self._weights = {numbers[id(layer), "weight"]: i for i, layer in enumerate(self.layers)}
         self._parameters = _count(module)
+        self._lent: list[tuple[Place, Tensor]] = []
+        self._lent_sketches: list[tuple[CompactLayer, Tensor | None, Tensor | None]] = []
+
+    def lend(self) -> list[tuple[Place, Tensor]]:
+        """Note the tensors of the modules, in whose places others are put until :meth:`take_back`. Returns them."""
+        self._lent_sketches = [(layer, layer.sketch, layer.signs) for layer in self.layers if layer.sketch is not None]
+        self._lent = [(place, place.get()) for place in (*self.places, *self.active)]
+        return self._lent
+
+    def take_back(self) -> None:
+        """Put the unit's own tensors into their places. May be called again if it was interrupted."""
+        for place, own in self._lent:
+            place.put(own)
+        for layer, sketch, signs in self._lent_sketches:
+            layer.sketch, layer.signs = sketch, signs
+        self._lent, self._lent_sketches = [], []
 
     def trained(self) -> Iterator[nn.Parameter]:
         """The parameters that travel or are stood in for."""

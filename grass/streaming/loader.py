@@ -80,6 +80,13 @@ class Loader:
             kind: of the use, as :mod:`grass.streaming.order` names it.
             probe: whether to look for weights that were changed past PyTorch's versions.
         """
+        try:
+            return self._use(number, kind, probe=probe)
+        except BaseException:  # an interrupt may have left copies half begun
+            self.clear()
+            raise
+
+    def _use(self, number: int, kind: str, *, probe: bool) -> list[Tensor]:
         use, unit = Use(number, kind), self._units[number]
         unit.check()
         if (

@@ -30,9 +30,10 @@ class Turns:
         """Run forward and backward of all micro-batches; returns their losses, detached.
 
         Raises:
-            BaseException: what the first micro-batch that failed has raised. The others stop at their next unit.
+            BaseException: what the first micro-batch that failed has raised, or an interrupt. The others stop at their
+                next unit, and have ended when this raises.
         """
-        if self._waiting:
+        if any(thread.is_alive() for thread in self._waiting):
             raise RuntimeError("loss_fn must not call stream.step itself")
         losses: list[Tensor] = [torch.empty(0)] * len(batches)
         surroundings = _Surroundings(device)
@@ -56,10 +57,17 @@ class Turns:
             for i in range(len(batches))
         ]
         threads = list(self._waiting)
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # an interrupt
+            self._fail(error)
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            raise
         if self._fault is not None:
             raise self._fault
         return losses
@@ -82,13 +90,14 @@ class Turns:
     def _wait(self) -> None:
         me = threading.current_thread()
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting[0] is me or self._fault is not None)
+            self._changed.wait_for(lambda: self._fault is not None or self._waiting[0] is me)
             if self._fault is not None:
                 raise _Stopped("Another micro-batch has failed")
 
     def _leave(self) -> None:
         with self._changed:
-            self._waiting.remove(threading.current_thread())
+            if (me := threading.current_thread()) in self._waiting:
+                self._waiting.remove(me)
             self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:

@@ -168,14 +168,18 @@ class Visits:
         if kind == BACKWARD:
             self._gradients.begin_unit()
         tensors = self._loader.use(self._number, kind, probe=grad)
-        with self._there(tensors, grad):
-            return own(*args, **kwargs)
+        try:
+            with self._there(tensors, grad):
+                return own(*args, **kwargs)
+        except BaseException:
+            self._unit.take_back()  # an interrupt may have come where they are taken back
+            raise
 
     @contextmanager
     def _there(self, tensors: list[Tensor], grad: bool) -> Iterator[None]:
         """Put tensors on the device into the modules of the unit."""
         unit, gradients = self._unit, self._gradients
-        here = [(place, place.get()) for place in (*unit.places, *unit.active)]
+        here = unit.lend()
         there = [*tensors, *(_shape_of(place.get(), self._loader.device) for place in unit.active)]
         sketches = [(layer, layer.sketch, layer.signs) for layer in unit.layers if layer.sketch is not None]
         versions = [tensor._version for tensor in tensors]
@@ -190,12 +194,9 @@ class Visits:
             if not _in_backward():
                 _bring_back(here, tensors, versions)
         finally:
+            unit.take_back()
             if versions != [tensor._version for tensor in tensors]:
                 self._loader.drop(self._number)
-            for place, own in here:
-                place.put(own)
-            for layer, sketch, signs in sketches:
-                layer.sketch, layer.signs = sketch, signs
 
 
 @torch.no_grad()
