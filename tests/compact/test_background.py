@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +42,29 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
+@pytest.fixture
+def opens_when_awaited(gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate opens when somebody waits for an exchange."""
+    result = Future.result
+
+    def awaited(future: Any, timeout: float | None = None) -> Any:
+        gate.set()
+        return result(future, timeout)
+
+    monkeypatch.setattr(Future, "result", awaited)
+
+
+@pytest.mark.usefixtures("opens_when_awaited")
+def test_forward_and_backward_do_not_wait(gate: threading.Event) -> None:
+    model, optimizer = beside()
+    train(model, optimizer, batches(2))  # ends in a refresh
+    loss_of(model, batches(1)[0]).backward()
+    assert [not future.done() for *_, future in optimizer._background._pending] == [True] * 3
+    assert not gate.is_set()
+    optimizer.step()
+    assert not optimizer._background._pending
+
+
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("bank_dtype", ["float32", "bfloat16"])
 def test_equals_exchange_at_once(dim: int, bank_dtype: str) -> None:
@@ -50,16 +75,6 @@ def test_equals_exchange_at_once(dim: int, bank_dtype: str) -> None:
     assert_same_weights(ours, theirs)
 
 
-def test_forward_and_backward_do_not_wait(gate: threading.Event) -> None:
-    model, optimizer = beside()
-    train(model, optimizer, batches(2))  # ends in a refresh
-    loss_of(model, batches(1)[0]).backward()
-    assert [not future.done() for *_, future in optimizer._background._pending] == [True] * 3
-    threading.Timer(0.2, gate.set).start()
-    optimizer.step()
-    assert not optimizer._background._pending
-
-
 def state_dict(optimizer: GrassAdamW) -> dict:
     return copy.deepcopy(optimizer.state_dict()["state"])  # as it is now
 
@@ -68,11 +83,11 @@ def deep_copy(optimizer: GrassAdamW) -> dict:
     return state_dict(copy.deepcopy(optimizer))
 
 
+@pytest.mark.usefixtures("opens_when_awaited")
 @pytest.mark.parametrize("read", [state_dict, deep_copy])
-def test_readers_wait(gate: threading.Event, read: Callable[[GrassAdamW], dict]) -> None:
+def test_readers_wait(read: Callable[[GrassAdamW], dict]) -> None:
     model, optimizer = beside()
     train(model, optimizer, batches(2))
-    threading.Timer(0.2, gate.set).start()
     ours = read(optimizer)
     reference_model, reference = converted(**OPTIONS)
     train(reference_model, reference, batches(2))
@@ -82,13 +97,13 @@ def test_readers_wait(gate: threading.Event, read: Callable[[GrassAdamW], dict])
             torch.testing.assert_close(ours[position][key], value, rtol=0, atol=0)
 
 
-def test_load_waits(gate: threading.Event) -> None:
+@pytest.mark.usefixtures("opens_when_awaited")
+def test_load_waits() -> None:
     """An exchange in flight does not overwrite what is loaded."""
     model, optimizer = beside()
     train(model, optimizer, batches(1))
     before = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, batches(1))
-    threading.Timer(0.2, gate.set).start()
     optimizer.load_state_dict(before)
     for position, state in before["state"].items():
         assert torch.equal(optimizer.state_dict()["state"][position]["exp_avg"], state["exp_avg"])

@@ -15,7 +15,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -48,6 +49,28 @@ def gate() -> Iterator[threading.Event]:
 
 def stuck(gate: threading.Event) -> Task:
     return Task("stuck", "host", 1, work=lambda: gate.wait(LIMIT))
+
+
+def begun(executor: Executor, gate: threading.Event) -> Task:
+    """A task that has begun and runs until the gate opens."""
+    begins = threading.Event()
+    task = Task("stuck", "host", 1, work=lambda: begins.set() or gate.wait(LIMIT))
+    executor.submit([task])
+    assert begins.wait(LIMIT)
+    return task
+
+
+def when_somebody_waits(executor: Executor, do: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: Any = executor._state.changed
+    wait = changed.wait
+    caller = threading.current_thread()
+
+    def waiting(timeout: float | None = None) -> bool:
+        if threading.current_thread() is caller:
+            do()  # the lock is held until the wait has begun
+        return wait(timeout)
+
+    monkeypatch.setattr(changed, "wait", waiting)
 
 
 @given(schedules())
@@ -88,7 +111,8 @@ def test_resources_work_at_the_same_time(executor):
 
 def test_submit_returns_at_once_and_wait_waits_for_its_task_alone(executor, gate):
     quick = Task("quick", "up", 1)
-    executor.submit([task := stuck(gate), quick])
+    task = begun(executor, gate)
+    executor.submit([quick])
     executor.wait(quick, LIMIT)
     assert not task.done
     with pytest.raises(TimeoutError, match=r"(?s)Not done after 0\.01 s.*host: runs 'stuck' for"):
@@ -167,10 +191,10 @@ def test_fault(executor, error):
     assert tasks[1].start is None
 
 
-def test_fault_reaches_who_waits_already(executor, gate):
+def test_fault_reaches_who_waits_already(executor, gate, monkeypatch):
     bad = Task("bad", "host", 1, work=lambda: 1 / 0 if gate.wait(LIMIT) else None)
     executor.submit([bad, last := Task("last", "up", 1, (bad,))])
-    threading.Timer(0.05, gate.set).start()
+    when_somebody_waits(executor, gate.set, monkeypatch)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         executor.wait(last, LIMIT)
 
@@ -219,7 +243,7 @@ def test_thread_that_an_outside_exception_ends(executor):
 
 def test_thread_that_died_in_silence(executor, gate, monkeypatch):
     monkeypatch.setattr(module, "POLL", 0.01)
-    executor.submit([task := stuck(gate)])
+    task = begun(executor, gate)
     dead = threading.Thread(target=lambda: None)
     dead.start()
     dead.join()

@@ -78,7 +78,9 @@ def test_a_copy_that_fails(
 
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_a_copy_that_hangs(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = trained(deadline=0.05)
+    model, optimizer = trained()
+    executor: Any = model.handle._loader._executor
+    executor.deadline = executor._state.deadline = 0.05  # from now on: what comes does not end
     free = threading.Event()
     monkeypatch.setattr(Link, direction, lambda *unused: free.wait(LIMIT))
     error = in_time(lambda: train(model, optimizer, 3))

@@ -1,0 +1,42 @@
+"""An executor after Ctrl-C at any of its lines: what was submitted runs, all of it or none."""
+
+from __future__ import annotations
+
+import pytest
+
+from grass.offload.executor import Executor
+from grass.offload.tasks import Task
+from tests.fuzz.interrupts import at_line
+from tests.offload.test_faults import in_time
+
+
+def two_tasks(executor: Executor, ran: list[str]) -> list[Task]:
+    first = Task("first", "host", 1, work=lambda: ran.append("first"))
+    last = Task("last", "up", 1, (first,), lambda: ran.append("last"))
+    return [first, last]
+
+
+@pytest.mark.parametrize("call", ["submit", "wait", "drain"])
+def test_any_line(call: str) -> None:
+    number, lines = 0, [""]
+    while len(lines) > number - 1:
+        number += 1
+        executor, ran = Executor(), list[str]()
+        tasks = two_tasks(executor, ran)
+        if call != "submit":
+            executor.submit(tasks)
+        work = {"submit": lambda: executor.submit(tasks), "wait": lambda: executor.wait(tasks[1])}
+        lines, _ = at_line(number, work.get(call, executor.drain))
+
+        def go_on() -> None:
+            has = [executor.has(task) for task in tasks]
+            assert has in ([True] * 2, [False] * 2)
+            executor.drain()
+            if not any(has):
+                executor.submit(tasks)
+                executor.wait(tasks[1])
+
+        assert in_time(go_on) is None
+        assert ran == ["first", "last"]
+        executor.close()
+    assert number > 5
