@@ -34,7 +34,7 @@ def column_major(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("per_row", [False, True], ids=["one-age", "row-ages"])
 @pytest.mark.parametrize("layout", [torch.Tensor.contiguous, column_major], ids=["row-major", "column-major"])
-@pytest.mark.parametrize("mode", ["dense", "active", "active, no weight"])
+@pytest.mark.parametrize("mode", ["dense", "active", "active, no weight", "active, weight across"])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_step(dim, mode, layout, per_row, maximize) -> None:
     """Weights of several shapes in one call, in two threads."""
@@ -46,6 +46,8 @@ def test_step(dim, mode, layout, per_row, maximize) -> None:
         ages = torch.randint(1, 50, (rank,)).float() if per_row else 7
         weight, grad = layout(torch.randn(shape)), layout(torch.randn(shape))
         moments = [layout(projector.gather(make(shape))) for make in (torch.randn, torch.rand)]
+        if mode == "active, weight across":
+            weight = weight.contiguous() if layout is column_major else column_major(weight)
         twins = [t.clone() for t in (weight, *moments)]
         hyper = {**HYPER, "lr": 1e-2, "weight_decay": 0.1, "maximize": maximize}
         grass.compact_adamw(twins[0], projector, projector.gather(grad), *twins[1:], ages, **hyper)
@@ -123,7 +125,7 @@ def test_the_stride_of_a_single_column_does_not_matter() -> None:
     stepped = []
     for stride in (1, 5):
         grad = values.as_strided((5, 1), (1, stride))
-        assert cpu_kernel._transposed([column_major(torch.empty(5, 6)), grad])
+        assert cpu_kernel._direction([torch.empty(5, 6), grad]) == 0
         twin = copy.deepcopy(layer)
         optimizer = grass.GrassAdamW(twin, lr=1e-2)
         for _ in range(5):

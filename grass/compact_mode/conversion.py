@@ -23,7 +23,7 @@ from grass.compact_mode.strata import of_stratum
 from grass.compact_mode.wrapped import check_not_sharded, check_not_wrapped
 from grass.coverage import report_rank
 from grass.options import check_value, resolve_rank
-from grass.parallel.shards import is_wrapper
+from grass.parallel.shards import is_wrapper, local
 from grass.selection.exploration import gradient_scale, reach, resolve_explore
 from grass.targets import Targets, matched_modules, report_coverage
 
@@ -55,9 +55,6 @@ def compact(
     These layers stay as they are, with a log message: layers whose weight is shared with another module, frozen, or
     read by the enclosing module itself, and layers that are no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by
     PEFT). A layer that is converted already keeps its rows if rank, explore and dim are the same.
-
-    Weights are stored so that the selected dimension is contiguous in memory: for ``dim=1`` an ``nn.Linear`` weight
-    becomes a transposed view, of the same shape and values.
 
     Args:
         model: any module.
@@ -300,7 +297,7 @@ def _convert(
     first_draw: tuple[int, int],
 ) -> None:
     """Choose the first rows of a layer and make them a parameter."""
-    matrix = layer.matrix().transpose(0, dim).contiguous().transpose(0, dim)
+    matrix = layer.as_matrix(local(layer.weight).detach().contiguous())
     seed, position = first_draw
     layer.label, layer.rank, layer.dim, layer.first_draw = name, rank, dim, (seed, layer.place(position))
     layer.has_siblings = position >= SHARED
@@ -311,7 +308,7 @@ def _convert(
         "chosen", torch.empty(rank + explored, dtype=torch.int64, device=matrix.device), persistent=False
     )
     layer.chosen.copy_(layer.draw_first())
-    rows = layer.active_projector().gather(matrix)
+    rows = layer.active_projector().gather(matrix).contiguous()
     layer.active = layer.as_parameter(rows.to(dtype or (torch.float32 if layer.weights else matrix.dtype)))
     layer.store(matrix)
     layer.mark_synced()

@@ -61,7 +61,7 @@ class CompactLinearFunction(torch.autograd.Function):
         if ctx.dim == 0:
             rows = picked_product(g, chosen, x)
         else:
-            rows = inner_product(x, g) if ctx.narrow else picked_product(x, chosen, g)
+            rows = inner_product(g, x) if ctx.narrow else picked_product(x, chosen, g).t()
         rows = rows.to(ctx.active_dtype)
         if ctx.gradient_scale != 1.0:
             rows = scale_explored(rows, ctx)
@@ -69,8 +69,7 @@ class CompactLinearFunction(torch.autograd.Function):
         if ctx.sketching:
             with torch.no_grad():
                 grad_sketch = sketch_product(g, x, signs) if ctx.dim == 0 else sketch_product(x, g, signs)
-        grad_active = rows if ctx.dim == 0 else rows.t()  # the layout of active
-        return grad_x, None, None, None, grad_bias, grad_active, None, None, None, None, grad_sketch, None
+        return grad_x, None, None, None, grad_bias, rows, None, None, None, None, grad_sketch, None
 
 
 def differentiable_once(backward: Callable[..., _T]) -> Callable[..., _T]:
@@ -97,9 +96,10 @@ def _check_differentiable(ctx: Any, x: Tensor) -> None:
 
 def scale_explored(rows: Tensor, ctx: Any) -> Tensor:
     """Multiply the gradient of explored rows by ``gradient_scale``: in place, unless it is to be differentiated."""
+    selected, explored = rows.tensor_split([ctx.rank], ctx.dim)
     if torch.is_grad_enabled():
-        return torch.cat([rows[: ctx.rank], rows[ctx.rank :] * ctx.gradient_scale])
-    rows[ctx.rank :].mul_(ctx.gradient_scale)
+        return torch.cat([selected, explored * ctx.gradient_scale], ctx.dim)
+    explored.mul_(ctx.gradient_scale)
     return rows
 
 

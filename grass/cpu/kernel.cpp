@@ -27,17 +27,17 @@ void step_rows(const Weight& x, const Coefficients& c, const Adam& a, const Team
     const int64_t n = x.width;
     const float shrink = x.shrink;
     for (int64_t k = team.begin(x.r); k < team.end(x.r); ++k) {
-        float* w = x.weight ? x.weight + x.indices[k] * n : nullptr;
-        const float* g = x.grad + (active ? k : x.indices[k]) * n;
-        float* value = active ? x.values + k * n : w;
-        float *m = x.exp_avg + k * n, *v = x.exp_avg_sq + k * n;
+        float* w = x.weight ? x.weight[x.indices[k]] : nullptr;
+        const float* g = x.grad[active ? k : x.indices[k]];
+        float* value = active ? x.values[k] : w;
+        float *m = x.exp_avg[k], *v = x.exp_avg_sq[k];
         const float size = c.step_size[k], unbias = c.unbias[k];
-        const int64_t ahead = k + 1 < x.r ? (x.indices[k + 1] - x.indices[k]) * n : 0;
+        const int64_t next = x.indices[k + 1 < x.r ? k + 1 : k];
         for (int64_t from = 0; from < n; from += 16) {  // a cache line at a time, fetching that of the next row
             const int64_t to = from + 16 < n ? from + 16 : n;
             if (!active) {
-                __builtin_prefetch(w + ahead + from, 1);
-                __builtin_prefetch(g + ahead + from, 0);
+                __builtin_prefetch(x.weight[next] + from, 1);
+                __builtin_prefetch(x.grad[next] + from, 0);
             }
 #pragma omp simd
             for (int64_t j = from; j < to; ++j)
@@ -50,27 +50,37 @@ void step_rows(const Weight& x, const Coefficients& c, const Adam& a, const Team
 template <bool active>
 void step_columns(const Weight& x, const Coefficients& c, const Adam& a, const Team& team) {
     const float shrink = x.shrink, *size = c.step_size.data(), *unbias = c.unbias.data();
-    const int64_t r = x.r, n = x.total, *indices = x.indices;
+    const int64_t r = x.r, *indices = x.indices;
     for (int64_t i = team.begin(x.width); i < team.end(x.width); ++i) {
-        float* w = x.weight ? x.weight + i * n : nullptr;
-        const float* g = x.grad + i * (active ? r : n);
-        float* value = active ? x.values + i * r : w;
-        float *m = x.exp_avg + i * r, *v = x.exp_avg_sq + i * r;
-        if (!active) {  // the next row, whose values are met out of order
-            prefetch(w + n, n);
-            prefetch(g + n, n);
-        }
+        float* w = x.weight ? x.weight[i] : nullptr;
+        const float* g = x.grad[i];
+        float* value = active ? x.values[i] : w;
+        float *m = x.exp_avg[i], *v = x.exp_avg_sq[i];
+        if (w) prefetch(x.weight[i + 1], x.total);  // the next row, whose values are met out of order
+        if (!active) prefetch(x.grad[i + 1], x.total);
 #pragma omp simd
         for (int64_t k = 0; k < r; ++k) {
             const int64_t j = active ? k : indices[k];
             value[j] = value[j] * shrink - size[k] * a.direction(g[j], m[k], v[k], unbias[k]);
         }
-        if (active && w)
-            for (int64_t k = 0; k < r; ++k) w[indices[k]] = value[k];
+        if (active && w) scatter(value, indices, r, w);
     }
 }
 
-void step_one(const Weight& x, const Adam& a, const Team& team) {
+// Copies `count` rows (columns) into a weight that goes across, a cache line of each at a time.
+void write_across(const Weight& x, const Matrix<float>& values, const int64_t* indices, int64_t count, const Team& team) {
+    const int64_t row = x.in_rows ? values.stride : 1, step = x.in_rows ? 1 : values.stride;
+    const int64_t weight_row = x.in_rows ? 1 : x.weight.stride, weight_step = x.in_rows ? x.weight.stride : 1;
+    const int64_t end = team.end(x.width);
+    for (int64_t from = team.begin(x.width); from < end; from += 16)
+        for (int64_t k = 0, to = from + 16 < end ? from + 16 : end; k < count; ++k)
+            for (int64_t j = from; j < to; ++j)
+                x.weight.first[indices[k] * weight_row + j * weight_step] = values.first[k * row + j * step];
+}
+
+void step_one(const Weight& weight, const Adam& a, const Team& team) {
+    Weight x = weight;
+    if (x.across) x.weight = {};
     const Coefficients c(x, a);
     if (x.explores)
         step_and_explore(x, c, a, team);
@@ -78,6 +88,10 @@ void step_one(const Weight& x, const Adam& a, const Team& team) {
         x.values ? step_rows<true>(x, c, a, team) : step_rows<false>(x, c, a, team);
     else
         x.values ? step_columns<true>(x, c, a, team) : step_columns<false>(x, c, a, team);
+    if (!x.across) return;
+    team.wait();  // until all threads have stepped their part
+    write_across(weight, x.values, x.indices, x.r, team);
+    if (x.explored_values) write_across(weight, x.explored_values, x.explored, x.q, team);
 }
 
 }  // namespace

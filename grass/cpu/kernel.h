@@ -5,20 +5,31 @@
 #include <cstdint>
 #include <vector>
 
+// A matrix in memory: row i begins `stride` values behind row i - 1, and the values of a row are neighbours.
+template <typename Value>
+struct Matrix {
+    Value* first;
+    int64_t stride;
+
+    Value* operator[](int64_t i) const { return first + i * stride; }
+    explicit operator bool() const { return first; }
+};
+
 // What _WEIGHT in kernel.py packs. Selected are r of `total` rows of `width` values; without `in_rows`, r of `total`
-// columns of row-major matrices `width` high. With `values` these are stepped and copied into `weight`, unless it is null,
-// and grad is compact; otherwise weight and grad are whole. If it `explores`, the q rows `explored` move too, null: all
-// that are not selected; with `values` these and their gradients are matrices of their own.
+// columns of matrices `width` high. With `values` these are stepped and copied into `weight`, unless it is null, and grad
+// is compact; otherwise weight and grad are whole. If it `explores`, the q rows `explored` move too, null: all that are
+// not selected; with `values` these and their gradients are matrices of their own. If the weight goes `across`, its rows
+// are the columns of the other matrices.
 struct Weight {
-    float* weight;
-    const float* grad;
-    float *values, *exp_avg, *exp_avg_sq;
+    Matrix<float> weight;
+    Matrix<const float> grad;
+    Matrix<float> values, exp_avg, exp_avg_sq;
+    Matrix<const float> explored_grad;
+    Matrix<float> explored_values;
     const int64_t* indices;
     const float* ages;  // Adam steps of each row; null: `age` for all
     const int64_t* explored;
-    const float* explored_grad;
-    float* explored_values;
-    int64_t r, width, total, in_rows, explores, q;
+    int64_t r, width, total, in_rows, across, explores, q;
     double reach, age, step_size, shrink;
 
     bool is_small() const {  // one thread's, in its cache
@@ -80,6 +91,10 @@ struct Team {
 
 inline void prefetch(const float* line, int64_t count) {
     for (int64_t j = 0; j < count; j += 16) __builtin_prefetch(line + j);
+}
+
+inline void scatter(const float* values, const int64_t* indices, int64_t count, float* row) {
+    for (int64_t k = 0; k < count; ++k) row[indices[k]] = values[k];
 }
 
 void step_and_explore(const Weight& x, const Coefficients& c, const Adam& a, const Team& team);

@@ -32,7 +32,7 @@ SOURCES = [Path(__file__).with_name(name) for name in _FILES]
 ROUNDING = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")  # chosen rows round alike in every loop
 FLAGS = ("-O3", "-march=native", *ROUNDING, "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 _OF_THIS_THREAD = threading.local()
-_WEIGHT = struct.Struct("10P6q4d")  # struct Weight in the source
+_WEIGHT = struct.Struct("PqPqPqPqPqPqPq3P7q4d")  # struct Weight in the source
 
 
 class Explored(Protocol):
@@ -105,9 +105,9 @@ class Batch:
         self._weights: list[bytes] = []
 
     def add(self, item: Weight) -> bool:
-        """Take a weight if its tensors are float32 on the CPU, all row-major or all column-major.
+        """Take a weight if its tensors are float32 on the CPU, and in all of them rows are in one piece, or columns.
 
-        Explored rows that are a tensor of their own are taken only if the values of a row are neighbours in memory.
+        A weight into which ``values`` are copied may differ from the others in this.
         Tensors must live until :meth:`run`.
 
         Raises:
@@ -115,29 +115,24 @@ class Batch:
         """
         weight, indices, dim, grad, values, exp_avg, exp_avg_sq, row_steps, step_size, shrink, explored = item
         own = (None, None) if explored is None or values is None else (explored.grad, explored.values)
-        tensors = [t for t in (weight, grad, values, exp_avg, exp_avg_sq, *own) if t is not None]
-        transposed = _layout(tensors, self._fused)
-        if transposed is None:
-            return False
-        in_rows = dim == transposed  # the values of a row are neighbours in memory
-        if explored is not None and values is not None and not in_rows:
+        matrices = grad, values, exp_avg, exp_avg_sq, *own
+        stepped = [t for t in matrices if t is not None] if values is not None else [weight, grad, exp_avg, exp_avg_sq]
+        along = _layout(stepped, self._fused)
+        weight_along = along if weight is None or along is None else _direction([weight], along)
+        if along is None or weight_along is None:
             return False
         self._weights.append(
             _WEIGHT.pack(
-                _address(weight),
-                grad.data_ptr(),
-                _address(values),
-                exp_avg.data_ptr(),
-                exp_avg_sq.data_ptr(),
+                *_place(weight, weight_along),
+                *(number for t in matrices for number in _place(t, along)),
                 indices.data_ptr(),
                 row_steps.data_ptr() if isinstance(row_steps, Tensor) else 0,
                 0 if explored is None else _address(explored.indices),
-                _address(own[0]),
-                _address(own[1]),
                 exp_avg.shape[dim],
                 exp_avg.shape[1 - dim],
                 exp_avg.shape[dim] if weight is None else weight.shape[dim],
-                in_rows,
+                dim == along,  # whether the values of a row are neighbours in memory
+                weight_along != along,
                 explored is not None,
                 0 if explored is None or explored.indices is None else explored.indices.numel(),
                 0.0 if explored is None else explored.reach,
@@ -166,26 +161,34 @@ def threads() -> int:
     return getattr(_OF_THIS_THREAD, "count", None) or torch.get_num_threads()
 
 
-def _layout(tensors: list[Tensor], fused: bool | None) -> bool | None:
-    """As :func:`_transposed`; ``None`` also if the kernel is not wanted or cannot be built."""
-    transposed = None if fused is False else _transposed(tensors)
-    return transposed if transposed is not None and is_wanted(fused) else None
+def _layout(tensors: list[Tensor], fused: bool | None) -> int | None:
+    """As :func:`_direction`; ``None`` also if the kernel is not wanted or cannot be built."""
+    along = None if fused is False else _direction(tensors)
+    return along if along is not None and is_wanted(fused) else None
 
 
-def _transposed(tensors: list[Tensor]) -> bool | None:
-    """True if all are column-major, False if all are row-major; ``None`` if the kernel does not take them."""
+def _direction(tensors: list[Tensor], preferred: int = 0) -> int | None:
+    """0 if the rows of all are in one piece, 1 if the columns are; ``None`` if the kernel does not take them.
+
+    Args:
+        tensors: matrices.
+        preferred: what to return if both are.
+    """
     for t in tensors:
         if type(t) is not Tensor or t.dtype is not torch.float32 or not t.is_cpu:
             return None
-    for t in tensors:
-        if not t.is_contiguous():
-            break
-    else:
-        return False
-    for t in tensors:
-        if t.stride() != (1, t.shape[0]) and not t.t().is_contiguous():  # one column may have any stride
-            return None
-    return True
+    for along in (preferred, 1 - preferred):
+        for t in tensors:
+            if t.stride(1 - along) != 1 and t.shape[1 - along] != 1:  # the only value of a row may have any stride
+                break
+        else:
+            return along
+    return None
+
+
+def _place(t: Tensor | None, along: int) -> tuple[int, int]:
+    """The address of a matrix, and how far its rows (``along=1``: its columns) are apart."""
+    return (0, 0) if t is None else (t.data_ptr(), t.stride(along))
 
 
 def _logs(betas: tuple[float, float]) -> list[float]:

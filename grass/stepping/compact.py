@@ -102,5 +102,6 @@ def _advance(step: GroupStep, every: list[Trained]) -> None:
 
 
 def _policy(step: GroupStep, item: Trained, exchange: BankExchange) -> Policy:
-    layer = item.layer
-    return policy_of(item.state, layer.matrix(), step.options, item.position, exchange, by_row=layer.experts > 1)
+    layer, matrix = item.layer, item.layer.matrix()
+    like = matrix.new_empty(1).expand(matrix.shape)  # moments are row-major, whatever the weight is
+    return policy_of(item.state, like, step.options, item.position, exchange, by_row=layer.experts > 1)

@@ -64,14 +64,20 @@ def test_expand_keeps_what_was_trained() -> None:
     assert not any(layer in LAYERS for layer in model.modules())
 
 
-def test_memory_layout() -> None:
-    """The selected dimension is contiguous: rows of a row-major weight, columns of a column-major one."""
-    for dim, stride in {0: (12, 1), 1: (1, 20)}.items():
-        model = Network()
-        grass.compact(model, rank=3, explore=0, dim=dim)
-        assert model.up.weight.stride() == stride
-        assert model.up.weight.shape == (20, 12)
-        assert copy.deepcopy(model).up.weight.stride() == stride
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_memory_layout(dim: int, weights: str | None) -> None:
+    """That of plain layers: row-major, also of active rows, their gradients and what a ``state_dict`` holds."""
+    model = Network()
+    grass.compact(model, rank=3, explore=4, dim=dim, weights=weights)
+    train(model, grass.GrassAdamW(model, update_interval=2), batches(3))
+    for network in (model, copy.deepcopy(model)):
+        every = [*network.parameters(), *network.state_dict().values()]
+        assert all(t.is_contiguous() for t in every)
+        assert network.up.weight.view(-1).shape == (240,)
+    assert all(p.grad.is_contiguous() for p in model.parameters() if p.grad is not None)
+    grass.expand(model)
+    assert all(p.is_contiguous() for p in model.parameters())
 
 
 def test_converting_again() -> None:
