@@ -48,13 +48,25 @@ class ActiveRows(nn.Module):
         """int64 ``(q,)``: the rows that move without state in this step; a view."""
         return self.chosen[self.rank :]
 
+    def stored(self) -> Tensor:
+        """The weight, detached; this rank's part if it is sharded."""
+        return local(self.weight).detach()
+
     def matrix(self) -> Tensor:
-        """The weight as an ``(m, n)`` view, output features first, detached; this rank's part if it is sharded."""
-        return self.as_matrix(local(self.weight).detach())
+        """:meth:`stored` as ``(m, n)``, output features first: a view, but for experts (:meth:`as_matrix`)."""
+        return self.as_matrix(self.stored())
 
     def as_matrix(self, weight: Tensor) -> Tensor:
-        """A tensor that is laid out like the weight as ``(m, n)``; a view."""
+        """A tensor of the weight's shape as ``(m, n)``; a view, but for experts."""
         return weight.t() if self.stores_transposed else weight
+
+    def take(self, weight: Tensor, projector: Projector, out: Tensor | None = None) -> Tensor:
+        """The chosen rows of a tensor of the weight's shape, as they are; into ``out`` if given."""
+        return projector.gather(self.as_matrix(weight), out=out)
+
+    def put(self, weight: Tensor, projector: Projector, rows: Tensor) -> None:
+        """Write the chosen rows of a tensor of the weight's shape; the inverse of :meth:`take`."""
+        projector.scatter_(self.as_matrix(weight), rows)
 
     def weight_axis(self, dim: int) -> int:
         """The dimension of ``weight`` that is dimension ``dim`` of the matrix."""
@@ -115,12 +127,12 @@ class ActiveRows(nn.Module):
         return tensor
 
     def set_matrix(self, matrix: Tensor) -> None:
-        """Make ``matrix (m, n)`` the weight's storage and keep its memory layout."""
+        """Make ``matrix (m, n)`` the weight's storage."""
         self.weight.data = matrix.t() if self.stores_transposed else matrix
 
     def gather(self, projector: Projector, out: Tensor | None = None) -> Tensor:
         """The chosen rows of the weight, into ``out`` if given."""
-        return projector.gather(self.matrix(), out=out)
+        return self.take(self.stored(), projector, out)
 
     @torch.no_grad()
     def select(self, indices: Tensor) -> None:

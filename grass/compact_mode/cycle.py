@@ -25,7 +25,7 @@ from grass.parallel.shards import check_shards, is_sharded
 from grass.selection.draws import sketch_generator
 from grass.selection.exploration import draw_explored, draw_key
 from grass.selection.rules import needs_norms
-from grass.state.refresh import Carry, have_tokens, norms_of_experts, refresh, refresh_due
+from grass.state.refresh import Carry, have_tokens, norms_of_experts, of_each, refresh, refresh_due
 from grass.state.schema import State, shared_steps
 
 NEW: State = {"step": 0, "refresh_step": 0, "refreshes": 1}
@@ -52,7 +52,7 @@ class Trained(NamedTuple):
         if self.grad is None or self.layer.experts == 1:
             return torch.ones(self.layer.experts, dtype=torch.bool)
         rows = self.layer.selected_part(self.grad)
-        return have_tokens((rows if self.layer.dim == 0 else rows.t()).reshape(self.layer.experts, -1))
+        return have_tokens(of_each(rows, self.layer.dim, self.layer.experts))
 
 
 def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:

@@ -57,7 +57,6 @@ def put_beside(model: nn.Module, rows: ExpertRows) -> None:
 def take_away(model: nn.Module, rows: ExpertRows) -> None:
     """Make the weight of experts an ordinary parameter again, after its active rows were written into it."""
     module, weight = _split(model, rows.label)
-    rows.weight.data = rows.weight.data.contiguous()
     rows.weight.requires_grad_(True)
     module._parameters[weight] = rows.weight
     if (hook := rows.__dict__.pop("hook", None)) is not None:

@@ -26,6 +26,7 @@ from grass.compact_mode.layer import CompactLayer
 from grass.coverage import EXPERT_ROWS
 from grass.parallel.shards import local
 from grass.selection.exploration import first_rows
+from grass.selection.projector import Projector
 from grass.targets import expert_weights
 
 
@@ -75,17 +76,47 @@ class ExpertRows(CompactLayer):
         return (self.experts * size, width) if self.dim == 0 else (width, self.experts * size)
 
     def as_matrix(self, weight: Tensor) -> Tensor:
-        """The experts beside each other; a view once they are stored that way."""
+        """The experts beside each other; a view if the weight is stored :attr:`by_rows`, otherwise a copy."""
         rows = (weight if self.by_rows else weight.transpose(1, 2)).flatten(0, 1)
         return rows if self.dim == 0 else rows.t()
 
+    def take(self, weight: Tensor, projector: Projector, out: Tensor | None = None) -> Tensor:
+        """As :meth:`ActiveRows.take`."""
+        if self.by_rows:
+            return super().take(weight, projector, out)
+        rows = weight.transpose(0, 1)[:, *self._places(projector)]
+        rows = rows if self.dim == 1 else rows.t()
+        return rows if out is None else out.copy_(rows)
+
+    def put(self, weight: Tensor, projector: Projector, rows: Tensor) -> None:
+        """As :meth:`ActiveRows.put`."""
+        if self.by_rows:
+            super().put(weight, projector, rows)
+        else:
+            rows = (rows if self.dim == 1 else rows.t()).to(weight.dtype)
+            weight.transpose(0, 1)[:, *self._places(projector)] = rows
+
+    def _places(self, projector: Projector) -> tuple[Tensor, Tensor]:
+        """The expert of each chosen row, and which of its rows it is."""
+        indices, size = projector.indices, self.shape[self.dim] // self.experts
+        return indices // size, indices % size
+
+    def matrix_of(self, expert: int) -> Tensor:
+        """One expert's ``(m, n)``, a view."""
+        weight = self.stored()[expert]
+        return weight.t() if self.transposed else weight
+
+    def store(self, matrix: Tensor) -> None:
+        """Store the weight without gaps; the values of ``matrix`` are its own."""
+        self.weight.data = self.stored().contiguous()
+
     def set_matrix(self, matrix: Tensor) -> None:
-        """Make a matrix of all experts the weight's storage."""
-        self.weight.data = self.as_stored(matrix)
+        """Make the values of a matrix of all experts the weight's."""
+        self.weight.data = self.as_stored(matrix).contiguous()
 
     def as_stored(self, matrix: Tensor) -> Tensor:
-        """A matrix of all experts as ``(E, m, n)`` or ``(E, n, m)``; a view, the inverse of :meth:`as_matrix`."""
-        rows = (matrix if self.dim == 0 else matrix.t()).view(self.experts, -1, matrix.shape[1 - self.dim])
+        """A matrix of all experts as ``(E, m, n)`` or ``(E, n, m)``: the inverse of :meth:`as_matrix`."""
+        rows = (matrix if self.dim == 0 else matrix.t()).reshape(self.experts, -1, matrix.shape[1 - self.dim])
         return rows if self.by_rows else rows.transpose(1, 2)
 
     def matrices(self, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -122,9 +153,12 @@ class ExpertRows(CompactLayer):
         return torch.cat(parts, dim=1) - first
 
     def beside_each_other(self, rows: Tensor) -> Tensor:
-        """``(E, r + q, width)`` in the order of ``active``: all selected rows first."""
-        r = self.rank // self.experts
-        return torch.cat([rows[:, :r].flatten(0, 1), rows[:, r:].flatten(0, 1)])
+        """``(E, r + q, n)``, or for ``dim=1`` ``(E, m, r + q)``, as ``active``: all selected rows first."""
+        counts = [count // self.experts for count in self.counts()]
+        parts = rows.split_with_sizes(counts, 1 + self.dim)
+        if self.dim == 0:
+            return torch.cat([part.flatten(0, 1) for part in parts])
+        return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], dim=1)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.settle()
@@ -163,7 +197,7 @@ class _ExpertFunction(torch.autograd.Function):
     ) -> Tensor:
         """Multiply; save what backward needs."""
         ctx.layer, ctx.sketching = layer, sketch is not None
-        ctx.rank, ctx.gradient_scale, ctx.active_dtype = layer.rank, layer.gradient_scale, active.dtype
+        ctx.gradient_scale, ctx.active_dtype = layer.gradient_scale, active.dtype
         ctx.narrow = layer.dim == 1 and sketch is None
         indices = layer.chosen_of_each()
         saved = _pick(x, indices, ends) if ctx.narrow else x
@@ -183,15 +217,15 @@ class _ExpertFunction(torch.autograd.Function):
             rows = grouped_inner_product(_pick(grad, indices, ends), x, ends)
         else:
             kept, mixed = x, grad
-            rows = grouped_inner_product(x if ctx.narrow else _pick(x, indices, ends), grad, ends)
+            rows = grouped_inner_product(grad, x if ctx.narrow else _pick(x, indices, ends), ends)
         rows = layer.beside_each_other(rows.to(ctx.active_dtype))
         if ctx.gradient_scale != 1.0:
-            rows[ctx.rank :].mul_(ctx.gradient_scale)
+            layer.explored_part(rows).mul_(ctx.gradient_scale)
         grad_sketch = None
         if ctx.sketching:
             mixed = mixed if signs is None else mixed @ signs.to(mixed.dtype)
             grad_sketch = grouped_inner_product(kept.float(), mixed.float(), ends).flatten(0, 1)
-        return grad_x, None, None, None, rows if layer.dim == 0 else rows.t(), None, grad_sketch, None
+        return grad_x, None, None, None, rows, None, grad_sketch, None
 
 
 def _pick(x: Tensor, indices: Tensor, ends: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Int8Weight(CompactLayer):
 
     def gather(self, projector: Projector, out: Tensor | None = None) -> Tensor:
         """The chosen rows, decoded to float32."""
-        codes, scale = projector.gather(self.matrix()), self.weight_scale[projector.indices]
+        codes, scale = self.take(self.stored(), projector), self.weight_scale[projector.indices]
         rows = decode_weight(codes, scale, self.dim, torch.float32)
         return rows if out is None else out.copy_(rows)
 
@@ -64,7 +64,7 @@ class Int8Weight(CompactLayer):
     def write_back(self, key: int | None = None) -> None:
         """Quantise the active rows into the weight."""
         codes, scale = encode_weight(self.active.detach(), self.dim, key)
-        self.active_projector().scatter_(self.matrix(), codes)
+        self.put(self.stored(), self.active_projector(), codes)
         self.weight_scale[self.chosen] = scale
 
     def take_weight(self) -> None:

@@ -25,8 +25,9 @@ class Int8ExpertRows(Int8Weight, ExpertRows):
     def matrices(self, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         """``(E, n, m)``, decoded."""
         assert scale is not None
-        matrix = decode_weight(self.as_matrix(weight), scale, self.dim, dtype)
-        return super().matrices(self.as_stored(matrix), None, dtype)
+        axis = 1 - self.by_rows
+        every = scale.view(self.experts, -1)
+        return super().matrices(decode_weight(weight, every, axis, dtype), None, dtype)
 
     def precision(self, x: Tensor) -> torch.dtype:
         """That of the tokens."""

@@ -124,7 +124,7 @@ class CompactLayer(SavedRows):
 
     def decay_(self, factor: float, key: int | None = None) -> None:
         """``W <- factor W``. With a ``key``, a half-precision weight is rounded stochastically."""
-        shrink_(self.matrix(), factor, key)
+        shrink_(self.stored(), factor, key)
 
     @torch.no_grad()
     def restore(self, indices: Tensor, explored: Tensor | None, values: Tensor | None = None) -> None:

@@ -211,13 +211,13 @@ class SyncedRows(ActiveRows):
     @counted
     def write_back(self, key: int | None = None) -> None:
         """Copy the active rows into the weight. ``key``: for the stochastic rounding of 8-bit weights."""
-        self.active_projector().scatter_(self.matrix(), self.rows())
+        self.put(self.stored(), self.active_projector(), self.rows())
 
     def current(self, indices: Tensor) -> Tensor:
         """Values of rows that a step has written, as the weight holds them or will hold them."""
         if self.deferred:
             return self.rows().to(self.weight.dtype)
-        return Projector(indices, None, self.dim).gather(self.matrix())
+        return self.take(self.stored(), Projector(indices, None, self.dim))
 
     def take_weight(self) -> None:
         """Take over a weight that was changed from outside."""

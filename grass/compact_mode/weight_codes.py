@@ -32,7 +32,8 @@ def encode_weight(matrix: Tensor, dim: int, key: int | None = None) -> tuple[Ten
 
 
 def decode_weight(codes: Tensor, scale: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """``W`` in ``dtype``, rounded once from float32 products."""
+    """``W`` in ``dtype``, rounded once from float32 products; also of a batch ``(E, m, n)`` with scales ``(E, m)``."""
+    scale = scale.unsqueeze(scale.ndim - dim)
     if torch.compiler.is_compiling():  # fuses the cast, and takes no ``out`` that is not contiguous
-        return (codes * scale.unsqueeze(1 - dim)).to(dtype)
-    return torch.mul(codes, scale.unsqueeze(1 - dim), out=torch.empty_like(codes, dtype=dtype))
+        return (codes * scale).to(dtype)
+    return torch.mul(codes, scale, out=torch.empty_like(codes, dtype=dtype))

@@ -34,7 +34,7 @@ class _Selected(NamedTuple):
     def mask(self) -> Tensor:
         """The selected rows as a boolean mask ``(m,)`` on the CPU."""
         if self.layer is not None:
-            indices, size = self.layer.selected, self.layer.matrix().shape[self.layer.dim]
+            indices, size = self.layer.selected, self.layer.shape[self.layer.dim]
         else:
             indices, size = self.state["indices"], as_matrix(self.parameter).shape[self.state["dim"]]
         mask = torch.zeros(size, dtype=torch.bool)

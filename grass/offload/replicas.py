@@ -200,7 +200,7 @@ class LayerReplica(Replica):
     def bytes_up(self) -> int:
         """Bytes of the weight's rows, and of active rows that are more precise."""
         layer = self.layer
-        weight = layer.matrix()
+        weight = layer.stored()
         rows = weight.nbytes if self._sends_all else layer.rows().numel() * weight.element_size()
         scale = layer.scale()
         per_scale = 0 if scale is None else scale.element_size()
@@ -210,8 +210,8 @@ class LayerReplica(Replica):
     def give(self, link: Link) -> None:
         """Copy the stepped rows up, and those that the layer trains next."""
         self.host.grad = None
-        matrix, scale = self.layer.matrix(), self.layer.scale()
-        self._rows = self._sent(link, matrix if self._sends_all else self._before.gather(matrix))
+        weight, scale = self.layer.stored(), self.layer.scale()
+        self._rows = self._sent(link, weight if self._sends_all else self.layer.take(weight, self._before))
         if scale is not None:
             self._scale = self._sent(link, scale if self._sends_all else scale[self._before.indices])
         if self._is_wider():
@@ -237,9 +237,9 @@ class LayerReplica(Replica):
         assert rows is not None
         device, scale = source.chosen.device, source.scale()
         if self._sends_all:
-            source.matrix().copy_(rows)
+            source.stored().copy_(rows)
         else:
-            Projector(self._before.indices.to(device), None, source.dim).scatter_(source.matrix(), rows)
+            source.put(source.stored(), Projector(self._before.indices.to(device), None, source.dim), rows)
         if scale is not None and self._scale is not None:
             scale[... if self._sends_all else self._before.indices.to(device)] = self._scale
         source.chosen.copy_(self.layer.chosen)

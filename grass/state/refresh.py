@@ -103,6 +103,11 @@ def have_tokens(grad: Tensor) -> Tensor:
     return (grad != 0).flatten(1).any(dim=1)
 
 
+def of_each(rows: Tensor, dim: int, experts: int) -> Tensor:
+    """The part of each expert in rows (``dim=1``: columns) of all experts beside each other: ``(E, ...)``, a view."""
+    return rows.unflatten(dim, (experts, -1)).movedim(dim, 0)
+
+
 def norms_of_experts(seen: Tensor, size: int) -> Tensor:
     """Norms for a rule that reads none: one for each of ``size`` rows, zero for those of experts without tokens."""
     return seen.to(torch.float32).repeat_interleave(size // len(seen), output_size=size)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from grass.compact_mode.cycle import Trained, adopt, advance
+from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.layer import CompactLayer
 from grass.parallel.shards import local
 from grass.selection.exploration import auto_scale
 from grass.state.bank_exchange import BankExchange
 from grass.state.policies import Policy, policy_of
+from grass.state.refresh import of_each
 from grass.stepping.backends import step_rows
 from grass.stepping.experts import count_step, place_of, state_of, with_tokens
 from grass.stepping.group import GroupStep, Member, count
@@ -23,7 +25,7 @@ def step_active(step: GroupStep, every: list[Active]) -> None:
     """Update active rows, write them back, and select new ones if that is due."""
     begun = _begin(step, [(_of_stratum(member, layer), layer) for member, layer in every])
     count([member.state for member, layer in begun if layer.experts == 1])
-    every_rows = [rows for member, layer in begun for rows in _of_experts(_rows(member, layer), layer.experts)]
+    every_rows = [rows for member, layer in begun for rows in _of_experts(_rows(member, layer), layer)]
     if step.options.decay == "all":
         for member, layer in begun:
             shrink, key = step.numbers(member.state).shrink, step.value_key(member.position, member.state)
@@ -56,8 +58,7 @@ def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
 
 def _rows(member: Member, layer: CompactLayer) -> CompactRows:
     p, grad, state, index = member
-    writes = layer.scale() is None and not layer.deferred  # an int8 layer writes the rows back itself
-    weight = layer.matrix() if writes else None
+    weight = layer.matrix() if _writes(layer) and layer.experts == 1 else None
     own, values = local(grad), local(p.detach())
     if not layer.reach:
         return CompactRows(weight, layer.chosen, layer.dim, own, values, state, index, None)
@@ -69,28 +70,37 @@ def _rows(member: Member, layer: CompactLayer) -> CompactRows:
     return CompactRows(weight, indices, layer.dim, grads[0], stepped[0], state, index, explored)
 
 
-def _of_experts(rows: CompactRows, experts: int) -> list[CompactRows]:
+def _writes(layer: CompactLayer) -> bool:
+    """Whether the step writes the rows into the weight: an int8 layer does so itself."""
+    return layer.scale() is None and not layer.deferred
+
+
+def _of_experts(rows: CompactRows, layer: CompactLayer) -> list[CompactRows]:
     """The rows of each expert that tokens were sent to; call it before the step is counted."""
-    if experts == 1:
+    if layer.experts == 1:
         return [rows]
-    grad = rows.grad if rows.dim == 0 else rows.grad.t()
-    seen = with_tokens(grad.reshape(experts, -1))
-    count_step(rows.state, seen, experts)
-    return [_of_expert(rows, expert, experts) for expert in seen]
+    assert isinstance(layer, ExpertRows)
+    seen = with_tokens(of_each(rows.grad, rows.dim, layer.experts))
+    count_step(rows.state, seen, layer.experts)
+    return [_of_expert(rows, layer, expert) for expert in seen]
 
 
-def _of_expert(rows: CompactRows, expert: int, experts: int) -> CompactRows:
+def _of_expert(rows: CompactRows, layer: ExpertRows, expert: int) -> CompactRows:
+    experts = layer.experts
+    first = expert * (layer.shape[layer.dim] // experts)
+
     def part(tensor: Tensor, dim: int) -> Tensor:
         size = tensor.shape[dim] // experts
         return tensor.narrow(dim, expert * size, size)
 
     dim, explored = rows.dim, rows.explored
     if explored is not None:
-        grad, indices, values = part(explored.grad, dim), part(explored.indices, 0), part(explored.values, dim)
+        grad, indices, values = part(explored.grad, dim), part(explored.indices, 0) - first, part(explored.values, dim)
         explored = CompactExplored(grad, explored.reach, explored.turns, explored.auto_scale, indices, values)
     state, place = state_of(rows.state, expert, experts, dim), place_of(rows.index, expert)
-    own = part(rows.indices, 0), dim, part(rows.grad, dim), part(rows.values, dim)
-    return CompactRows(rows.weight, *own, state, place, explored)
+    weight = layer.matrix_of(expert) if _writes(layer) else None
+    own = part(rows.indices, 0) - first, dim, part(rows.grad, dim), part(rows.values, dim)
+    return CompactRows(weight, *own, state, place, explored)
 
 
 def _advance(step: GroupStep, every: list[Trained]) -> None:
@@ -102,6 +112,7 @@ def _advance(step: GroupStep, every: list[Trained]) -> None:
 
 
 def _policy(step: GroupStep, item: Trained, exchange: BankExchange) -> Policy:
-    layer, matrix = item.layer, item.layer.matrix()
-    like = matrix.new_empty(1).expand(matrix.shape)  # moments are row-major, whatever the weight is
+    layer, shape = item.layer, list(item.layer.rows().shape)
+    shape[layer.dim] = layer.shape[layer.dim]
+    like = layer.stored().new_empty(1).expand(shape)  # moments are row-major, whatever the weight is
     return policy_of(item.state, like, step.options, item.position, exchange, by_row=layer.experts > 1)

@@ -70,7 +70,7 @@ class Visitor:
             assert layer is not None
             assert change.rows is not None
             rows = Projector(change.rows.to(there.device), None, layer.dim)
-            rows.scatter_(layer.as_matrix(there), self._rows[change.number])
+            layer.put(there, rows, self._rows[change.number])
         self._arrived, self._rows = [], {}
 
     def _copy(self, change: Change, mark: torch.cuda.Event | None) -> int:
