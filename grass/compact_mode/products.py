@@ -34,10 +34,12 @@ def sketch_product(kept: Tensor, mixed: Tensor, signs: Tensor | None) -> Tensor:
 def inner_product(a: Tensor, b: Tensor) -> Tensor:
     """``a^T b``: ``(t, k), (t, l) -> (k, l)``, summed over tokens, in the dtype of the operands.
 
-    On x86 CPUs torch multiplies float32 matrices with MKL; oneDNN, which torch ships too, takes large ones here. Torch
-    computes half-precision products and those on other devices.
+    On x86 CPUs torch multiplies float32 matrices with MKL; oneDNN, which torch ships too, takes large ones here, faster
+    with the narrower one first. Torch computes half-precision products and those on other devices.
     """
     if _onednn_pays(a, b):
+        if a.shape[1] > b.shape[1]:
+            return inner_product(b, a).t().contiguous()
         product: Tensor = torch.ops.mkldnn._linear_pointwise(a.t(), b.t(), None, "none", [], "")
         return product
     return a.t() @ b

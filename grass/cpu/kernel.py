@@ -116,7 +116,7 @@ class Batch:
         weight, indices, dim, grad, values, exp_avg, exp_avg_sq, row_steps, step_size, shrink, explored = item
         own = (None, None) if explored is None or values is None else (explored.grad, explored.values)
         matrices = grad, values, exp_avg, exp_avg_sq, *own
-        stepped = [t for t in matrices if t is not None] if values is not None else [weight, grad, exp_avg, exp_avg_sq]
+        stepped = [t for t in (*matrices, weight if values is None else None) if t is not None]
         along = _layout(stepped, self._fused)
         weight_along = along if weight is None or along is None else _direction([weight], along)
         if along is None or weight_along is None:

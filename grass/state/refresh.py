@@ -105,7 +105,9 @@ def have_tokens(grad: Tensor) -> Tensor:
 
 def of_each(rows: Tensor, dim: int, experts: int) -> Tensor:
     """The part of each expert in rows (``dim=1``: columns) of all experts beside each other: ``(E, ...)``, a view."""
-    return rows.unflatten(dim, (experts, -1)).movedim(dim, 0)
+    sizes = [*rows.shape]
+    sizes[dim : dim + 1] = experts, sizes[dim] // experts
+    return rows.view(sizes).movedim(dim, 0)
 
 
 def norms_of_experts(seen: Tensor, size: int) -> Tensor:

@@ -47,6 +47,20 @@ def test_gradient_is_that_of_the_chosen_rows(dim: int, step: int) -> None:
         torch.testing.assert_close(found, rows, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_memory_layout(dim: int, weights: str | None) -> None:
+    """That of plain experts, whether the rows that are selected lie in one piece or not."""
+    torch.manual_seed(0)
+    model = Experts()
+    grass.compact(model, rank=3, explore=2, dim=dim, weights=weights)
+    train(model, GrassAdamW(model, lr=1e-2, update_interval=2), 3)
+    assert all(t.is_contiguous() for t in (*model.parameters(), *model.state_dict().values()))
+    assert all(layer.holds_active() for layer in rows_of(model))
+    grass.expand(model)
+    assert all(p.is_contiguous() for p in model.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_one_row_of_each_expert(dim: int, dtype: torch.dtype) -> None:
