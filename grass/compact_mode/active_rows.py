@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -31,8 +29,6 @@ class ActiveRows(nn.Module):
     first_draw: tuple[int, int]
     label: str = ""
     selections: int = 0
-    has_siblings = False  # whether other layers of its module draw the same rows (grass.compact_mode.siblings)
-    drawn: tuple[Hashable, Hashable] = (None, None)  # what decided the selected and the explored rows
     experts = 1  # matrices that the weight consists of (grass.compact_mode.experts)
     strata = 1  # parts of the weight that ranks select rows of by themselves (grass.distributed.parallel_2d)
     stratum = 0  # this rank's part
@@ -109,10 +105,6 @@ class ActiveRows(nn.Module):
         """What stands for a parameter's place in random keys, so that strata draw different rows."""
         return position + (self.stratum << 24)
 
-    def draw_place(self, position: int) -> int:
-        """What stands for a parameter's place in the keys of draws: siblings share it, so that they draw alike."""
-        return self.first_draw[1] if self.has_siblings else position
-
     def freeze(self) -> None:
         """Let the weight take no gradient, which it does while :mod:`grass.compact_mode.reads` watches it."""
         if (weight := self._parameters.get("weight")) is not None:
@@ -149,21 +141,18 @@ class ActiveRows(nn.Module):
         held = Projector(source, None, self.dim).gather(own)
         own.copy_(torch.where(new.along(kept), held, rows))
         self.selected.copy_(indices)
-        self.drawn = identity(indices), self.drawn[1]
         self.selections += 1
 
     @torch.no_grad()
-    def explore(self, indices: Tensor, key: Hashable = None) -> None:
-        """Make ``indices (q,)`` the explored rows, with the weight's values; ``key`` is that of their draw."""
+    def explore(self, indices: Tensor) -> None:
+        """Make ``indices (q,)`` the explored rows, with the weight's values."""
         self.explored.copy_(indices)
-        self.drawn = self.drawn[0], identity(indices) if key is None else key
         self.gather(Projector(self.explored, None, self.dim), out=self.explored_part(self.rows()))
 
     def draw_first(self) -> Tensor:
         """The rows that a conversion chooses, uniformly: int64 ``(r + q,)`` on the CPU."""
         size, generator = self.shape[self.dim] // self.experts, draw_generator(*self.first_draw)
         r, q = (count // self.experts for count in self.counts())
-        self.drawn = (*self.first_draw, size, r), (*self.first_draw, size, q)
         orders = [torch.randperm(size, generator=generator) for _ in range(self.experts)]
         parts = [(i * size, order) for i, order in enumerate(orders)]
         selected = [start + order[:r].sort().values for start, order in parts]
@@ -173,10 +162,3 @@ class ActiveRows(nn.Module):
         """Rank, dim and how many rows are explored, as keyword arguments."""
         explored = len(self.explored)
         return f"rank={self.rank}, dim={self.dim}" + (f", explore={explored}" if explored else "")
-
-
-def identity(indices: Tensor) -> Hashable:
-    """A value that is the same for the same indices; that of fake indices, which have no values, is like no other."""
-    if type(indices) is not Tensor or indices.is_meta:
-        return object()
-    return hashlib.blake2b(indices.cpu().numpy().tobytes(), digest_size=16).digest()

@@ -18,7 +18,6 @@ from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.left_alone import left_alone
 from grass.compact_mode.registry import LAYERS, watch_optimizers
-from grass.compact_mode.siblings import SHARED, draw_places
 from grass.compact_mode.strata import of_stratum
 from grass.compact_mode.wrapped import check_not_sharded, check_not_wrapped
 from grass.coverage import report_rank
@@ -105,12 +104,11 @@ def compact(
     check_not_sharded({name: layers[name] for name in ranks})
     if not ranks and not experts:
         raise ValueError(f"None of the layers matched can be converted: {', '.join(map(repr, layers))}")
-    places = draw_places(model, {name: (_size(layers[name], dim), *counts) for name, counts in ranks.items()}, dim)
     with _undone_on_failure(model, experts.values()):
-        for name, layer_ranks in ranks.items():
+        for index, (name, layer_ranks) in enumerate(ranks.items()):
             if not isinstance(layers[name], CompactLayer):
                 _become(layers[name], compact_class(layers[name], weights))
-                _convert(layers[name], name, *layer_ranks, dim, dtype, (seed, places[name]))
+                _convert(layers[name], name, *layer_ranks, dim, dtype, (seed, index))
         for index, (name, layer_ranks) in enumerate(experts_ranks.items(), len(ranks)):
             rows = experts[name]
             if not is_converted(rows):
@@ -300,7 +298,6 @@ def _convert(
     matrix = layer.as_matrix(local(layer.weight).detach().contiguous())
     seed, position = first_draw
     layer.label, layer.rank, layer.dim, layer.first_draw = name, rank, dim, (seed, layer.place(position))
-    layer.has_siblings = position >= SHARED
     sizes = matrix.shape[dim], rank, explored
     layer.reach, layer.gradient_scale = (reach(*sizes), gradient_scale(*sizes)) if explored else (0.0, 1.0)
     layer.sketch, layer.signs = None, None
@@ -333,8 +330,6 @@ CONVERSION_ATTRIBUTES = (
     "reach",
     "gradient_scale",
     "owner",
-    "has_siblings",
-    "drawn",
     "_synced",
     "_sharded",
     "_probes",

@@ -101,7 +101,7 @@ def reserve_rows(state: State, layer: CompactLayer) -> None:
 
 def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Options, index: int) -> None:
     """Return a layer to the rows of a loaded state; ``values`` as in :meth:`CompactLayer.restore`."""
-    key = options.seed, layer.draw_place(layer.place(index)), state["step"]
+    key = options.seed, layer.place(index), state["step"]
     layer.restore(state["indices"], _drawn(layer, state, key) if _draws_again(layer, state) else None, values)
     reserve_rows(state, layer)
     arm(layer, state, options)
@@ -172,7 +172,7 @@ def _norms_for(every: list[Trained], options: Options, ranks: Ranks) -> list[Ten
 def _choose_rows(item: Trained, norms: Tensor, carry: Carry, options: Options) -> None:
     """Select the rows that train from the next step on."""
     layer, state, position, _ = item
-    refresh(state, carry, norms, layer.dim, layer.rank, options, layer.draw_place(position), layer.experts)
+    refresh(state, carry, norms, layer.dim, layer.rank, options, position, layer.experts)
     if "row_scale" in state:
         raise ValueError(f"selection={options.selection!r} scales or repeats rows: not for compact mode")
     state["indices"] = state["indices"].to(layer.chosen.device)
@@ -187,12 +187,11 @@ def _explore_other_rows(every: list[Trained], options: Options) -> None:
     for layer, state, position, _ in every:
         if not _draws_again(layer, state):
             continue
-        key = options.seed, layer.draw_place(position), state["step"]
+        key = options.seed, position, state["step"]
         own: dict[str, Any] = layer._parameters | layer._buffers  # past __getattr__, which is slow
         places = own["weight"], layer.weight_axis(layer.dim), own["active"], layer.dim, own["chosen"], layer.rank
         if own["weight"].ndim > 2 or not draws.add(*places, draw_key(*key)):
-            layer.explore(_drawn(layer, state, key), key)
-        layer.drawn = layer.drawn[0], key
+            layer.explore(_drawn(layer, state, key))
     draws.run()
 
 

@@ -32,11 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grass.compact_mode.active_rows import identity
 from grass.compact_mode.checkpoint import SavedRows
+from grass.compact_mode.columns import saved_columns
 from grass.compact_mode.function import CompactLinearFunction
 from grass.compact_mode.registry import LAYERS
-from grass.compact_mode.siblings import shared_columns
 from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel, local
 from grass.state.precision import shrink_
 from grass.state.schema import State
@@ -110,15 +109,13 @@ class CompactLayer(SavedRows):
             raise TypeError(
                 f"The weight of {self.label!r} is a DTensor in forward: a compact layer takes whole weights"
             )
-        weight, bias, read = self.matrix(), self.bias, x
+        weight, bias = self.matrix(), self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if scale is None else weight
         rows = self.active, self.chosen, self.dim, self.rank, self.gradient_scale
-        columns = None
-        if self.dim == 1 and self.sketch is None:
-            columns = shared_columns(read, self.chosen, self.drawn, x.dtype)
+        columns = saved_columns(x, self.chosen) if self.dim == 1 and self.sketch is None else None
         y: Tensor = CompactLinearFunction.apply(x, columns, weight, scale, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
         return y
 
@@ -135,10 +132,8 @@ class CompactLayer(SavedRows):
         self.end_sketch()
         self.finish_writing()
         self.selected.copy_(indices)
-        self.drawn = identity(self.selected), self.drawn[1]
         if explored is not None:
             self.explored.copy_(explored)
-            self.drawn = self.drawn[0], identity(self.explored)
         self.reload()
         if values is not None:
             self.selected_part(self.rows()).copy_(local(values))

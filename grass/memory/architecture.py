@@ -24,14 +24,12 @@ class Linear:
         n: input features.
         experts: how many matrices there are.
         used: how many of them compute each token.
-        name: of the layer in its block; experts have none.
     """
 
     m: int
     n: int
     experts: int = 1
     used: int = 1
-    name: str = field(default="", compare=False)
 
     @property
     def elements(self) -> int:
@@ -161,7 +159,7 @@ def _parameters(block: nn.Module, used: int) -> tuple[Linear | int, ...]:
     for name, layer in layers.items():
         if convertible(name, layer):
             m, n = layer.weight.shape[:: 1 if isinstance(layer, nn.Linear) else -1]
-            found[id(layer.weight)] = Linear(m, n, name=name)
+            found[id(layer.weight)] = Linear(m, n)
     for module in block.modules():
         for name, transposed in expert_weights(module).items():
             weight = module.get_parameter(name)

@@ -199,16 +199,13 @@ def grass_in_backward(model: Architecture, setting: Setting) -> Holdings:
 def grass(model: Architecture, setting: Setting) -> Holdings:
     """``grass.compact(model, rank=..., explore=..., dim=..., dtype=active_dtype)`` and :class:`grass.GrassAdamW`.
 
-    Active rows, their gradients and, for ``dim=1``, saved inputs count ``r + q`` rows, moments ``r``. An input that
-    several layers of a module read is saved once (:mod:`grass.compact_mode.siblings`).
+    Active rows, their gradients and, for ``dim=1``, saved inputs count ``r + q`` rows, moments ``r``.
     """
     e, active_e, dim, layers = setting.dtype.itemsize, setting.active_dtype.itemsize, setting.dim, model.layers
     every = active_sizes(model, setting)
     selected, active = sum(r for r, _, _ in every), sum(r + q for r, q, _ in every)
-    saving = (linear.used / linear.experts for linear in model.linears)
-    if dim == 1:
-        saving = (share * own for share, own in zip(saving, _saving(model, setting), strict=True))
-    saved = round(sum((r + q) * share for (r, q, _), share in zip(every, saving, strict=True)))
+    used = (linear.used / linear.experts for linear in model.linears)
+    saved = round(sum((r + q) * share for (r, q, _), share in zip(every, used, strict=True)))
     with_state, rows = sum(r * width for r, _, width in every), sum((r + q) * width for r, q, width in every)
     dense = layers * model.vectors + model.ends
     per_index = 8 if setting.policy == "reset" else 12  # the index, and a step count of each row's own
@@ -235,22 +232,6 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
         refresh_layer_gradients=sketch * 4 * selectable,
         whole=model.whole(linears=False),
     )
-
-
-def _saving(model: Architecture, setting: Setting) -> list[bool]:
-    """For each linear layer of a block, whether it saves columns that no layer before it has saved.
-
-    Under rules that read norms each layer has columns of its own.
-    """
-    seen: set[tuple[str, int]] = set()
-    found = []
-    for linear in model.linears:
-        source = None if setting.gathers_sketch else model.tracer.sources.get(linear.name)
-        key = None if source is None else (linear.name.rpartition(".")[0], source)
-        found.append(key is None or key not in seen)
-        if key is not None:
-            seen.add(key)
-    return found
 
 
 SCALE_BYTES = 4

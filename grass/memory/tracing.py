@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from grass.targets import is_linear
-
-_T = TypeVar("_T")
 
 BLOCKS = 2
 """Blocks that are traced: what the last one adds every other one adds too."""
@@ -84,23 +78,11 @@ class Tracer:
         pairs = zip(batched(power), batched(2 * power), strict=True)
         return Traced(*((2 * low - high / 2) * t + (high / 2 - low) * t * t for low, high in pairs))
 
-    @functools.cached_property
-    def sources(self) -> dict[str, int]:
-        """Which tensor each linear layer of a block reads, by name: a number that is equal for one tensor.
-
-        Raises:
-            ValueError: the model does not run on fake tensors.
-        """
-        return self._run(lambda model: sources(model), torch.bfloat16)
-
     def _trace(self, sequences: int, length: int, dtype: torch.dtype, linears: bool, others: bool) -> Traced:
-        return self._run(lambda model: trace(model, sequences, length, linears=linears, others=others), dtype)
-
-    def _run(self, count: Callable[[Any], _T], dtype: torch.dtype) -> _T:
         try:
             if dtype not in self._models:
                 self._models[dtype] = fake_model(self.config, dtype)
-            return count(self._models[dtype])
+            return trace(self._models[dtype], sequences, length, linears=linears, others=others)
         except Exception as error:  # whatever a model's code raises
             raise ValueError(
                 f"No plan for model_type={self.config.model_type!r}: it does not run on tensors without contents: "
@@ -162,24 +144,6 @@ def trace(model: Any, batch_size: int, seq_len: int, *, linears: bool, others: b
         run.now["forward"] - BLOCKS * block,
         run.most["loss"] - run.now["forward"],
     )
-
-
-def sources(model: Any) -> dict[str, int]:
-    """Which tensor each linear layer of a :func:`fake_model`'s last block reads (:attr:`Tracer.sources`)."""
-    read: dict[str, Tensor] = {}
-
-    def noting(name: str) -> Callable[[Any, Any], Any]:
-        return lambda module, args: read.setdefault(name, args[0])  # kept, so that no other tensor takes its place
-
-    block = blocks_of(model)[-1]
-    hooks = [m.register_forward_pre_hook(noting(name)) for name, m in block.named_modules() if is_linear(m)]
-    try:
-        with torch.no_grad(), next(model.parameters()).fake_mode:
-            model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {name: id(tensor) for name, tensor in read.items()}
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -243,7 +243,6 @@ class LayerReplica(Replica):
         if scale is not None and self._scale is not None:
             scale[... if self._sends_all else self._before.indices.to(device)] = self._scale
         source.chosen.copy_(self.layer.chosen)
-        source.drawn = self.layer.drawn
         source.reload()
         if self._selected is not None:
             source.selected_part(source.rows()).copy_(self._selected)

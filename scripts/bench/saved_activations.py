@@ -26,7 +26,6 @@ from provenance import write
 
 import grass
 from grass.command_line import ArgumentParser
-from grass.compact_mode.layer import CompactLayer
 from grass.memory.llama import LlamaShape, llama_config
 
 SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8)
@@ -59,13 +58,10 @@ def saved_bytes(block: nn.Module, x: Tensor, rotary: tuple[Tensor, Tensor]) -> t
     return sum(kept.values()), sum(kept[pointer] for pointer in inputs)
 
 
-def compact(block: nn.Module, share: float, *, alone: bool) -> nn.Module:
-    """A converted copy; ``alone``: no layer knows what others have drawn."""
+def compact(block: nn.Module, share: float) -> nn.Module:
+    """A converted copy."""
     block = copy.deepcopy(block)
     grass.compact(block, rank=share, explore=share, targets="all-linear")
-    for layer in block.modules():
-        if alone and isinstance(layer, CompactLayer):
-            layer.drawn = (object(), object())
     return block
 
 
@@ -79,9 +75,7 @@ def measure(args: argparse.Namespace) -> pd.DataFrame:
     rotary = LlamaRotaryEmbedding(config)(x, torch.arange(args.seq_len)[None])
     rows = [("adamw", 0.0, *saved_bytes(block, x, rotary))]
     for share in SHARES:
-        for name in ("shared", "alone"):
-            converted = compact(block, share, alone=name == "alone")
-            rows.append((f"grass compact, {name}", share, *saved_bytes(converted, x, rotary)))
+        rows.append(("grass compact", share, *saved_bytes(compact(block, share), x, rotary)))
     table = pd.DataFrame(rows, columns=["method", "share", "block_bytes", "input_bytes"])
     table["times_adamw"] = table["block_bytes"] / table["block_bytes"][0]
     table["inputs_times_adamw"] = table["input_bytes"] / table["input_bytes"][0]

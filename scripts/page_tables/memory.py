@@ -80,12 +80,6 @@ def planner() -> str:
 
 def saved_activations() -> str:
     """What a block saves for backward, times what it saves under AdamW."""
-    header = ["r = q", "linear inputs", "the whole block", "without sharing: inputs", "block"]
-    rows = {(row["method"].rpartition(" ")[2], row["share"]): row for row in read("saved_activations.csv")[1:]}
-    shares = dict.fromkeys(share for _, share in rows)
-    cells = (
-        [f"{Fraction(share)} n"]
-        + [f"{float(rows[way, share][key]):.2f}" for way in ("shared", "alone") for key in TIMES_ADAMW]
-        for share in shares
-    )
-    return table(header, cells)
+    rows = read("saved_activations.csv")[1:]
+    cells = ([f"{Fraction(row['share'])} n", *(f"{float(row[key]):.2f}" for key in TIMES_ADAMW)] for row in rows)
+    return table(["r = q", "inputs of linear layers", "the whole block"], cells)

@@ -62,11 +62,10 @@ def one_process(strata: int, options: dict[str, Any]) -> dict[str, Tensor]:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, Strata(model.get_submodule(name), strata))
     grass.compact(model, **ROWS)
-    for name in linears:
-        place, (seed, first), shared = places[name]
+    for number, name in enumerate(linears):
         for stratum, block in enumerate(model.get_submodule(name).blocks):
-            block.first_draw, block.has_siblings = (seed, first + (stratum << 24)), shared
-            block.place = lambda position, key=place + (stratum << 24): key
+            block.first_draw = 0, number + (stratum << 24)
+            block.place = lambda position, key=places[name] + (stratum << 24): key
             block.restore(*torch.split(block.draw_first(), block.counts()))
     optimizer = GrassAdamW(model, **OPTIONS, **options)
     for step in range(STEPS):
@@ -78,17 +77,12 @@ def one_process(strata: int, options: dict[str, Any]) -> dict[str, Tensor]:
     return {**state, **{f"{name}.weight": model.get_submodule(name).matrix() for name in linears}}
 
 
-def places_on_a_grid() -> dict[str, tuple[int, tuple[int, int], bool]]:
-    """Each layer's place among the parameters that train, what keys its first draw, and whether siblings share it."""
+def places_on_a_grid() -> dict[str, int]:
+    """Each layer's place among the parameters that train."""
     model = decoder()
     grass.compact(model, **ROWS)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    layers = [model.get_submodule(name.rpartition(".")[0]) for name in names]
-    return {
-        name.removesuffix(".active"): (place, layer.first_draw, layer.has_siblings)
-        for place, (name, layer) in enumerate(zip(names, layers, strict=True))
-        if isinstance(layer, CompactLayer)
-    }
+    return {name.removesuffix(".active"): place for place, name in enumerate(names)}
 
 
 def trained(rank: int, shape: tuple[int, ...], cases: list[dict[str, Any]], grid: dict[str, Any]) -> list[Any]:
