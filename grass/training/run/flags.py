@@ -34,7 +34,7 @@ def add_optimizer_flags(add: AddFlag) -> None:
     add("--rank", type=number, default=CONFIG.rank, help="an integer, or a fraction of the dimension")
     interval = f"steps between changes of the projection; default: {GRASS.update_interval}"
     add("--update-interval", type=int, help=interval)
-    add("--scale", type=float, help="of the projected weights' update; default: 1, galore 0.25")
+    add("--scale", type=float, help="of the projected weights' update; default: grass n / (r + q), galore 0.25")
     for name in ("selection", "replacement", "dim", "state_policy", "explore", "moment_dtype", "bank_dtype"):
         add_option(add, name)
     for name in ("shard_bank", "stochastic_rounding", "warmup_after_refresh"):

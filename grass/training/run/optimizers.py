@@ -41,8 +41,8 @@ class OptimizerConfig:
         eps: added to the denominator.
         rank: of projected weights, a number or a fraction of the dimension (grass, galore, apollo, fira).
         update_interval: steps between changes of the projection (likewise); ``None`` is Grass's default.
-        scale: multiplies the update of projected weights (likewise); ``None`` is the method's published value: 0.25 for
-            galore, 1 for the others.
+        scale: multiplies the update of projected weights (likewise); ``None`` is the method's default: ``"auto"`` for
+            grass, 0.25 for galore, 1 for the others.
         dim: select rows (0), columns (1) or along the smaller dimension (``"auto"``, which is 1 in compact mode).
         compact: convert the model to compact mode, so that full gradients are never formed.
         active_dtype: precision of compact mode's active rows; ``None`` is the weights' precision, float32 for int8.
