@@ -52,6 +52,7 @@ from grass.training.finetune.run import METHODS, DatasetSource, FinetuneTask, ma
 from grass.training.finetune.tiny import tiny_decoder, tiny_encoder, train_tokenizer
 from grass.training.run.flags import add_optimizer_flags, from_flags, split_and_path
 from grass.training.run.optimizers import OptimizerConfig
+from grass.training.run.setup import write_setup
 
 DEFAULTS = {
     "eval_strategy": "epoch",
@@ -87,6 +88,8 @@ def main(argv: list[str] | None = None) -> None:
     trainer.save_model(args.out)
     trainer.save_metrics("eval", metrics)
     write_log(trainer.state.log_history, args.out / "metrics.csv")
+    known = {"method": "LoRA", "rank": optimizer.rank} if args.method == "lora" else {}
+    write_setup(args.out, trainer.model, trainer.optimizer, **known)
     print(", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith("eval_")))
     print("state {:,} bytes, on the host {:,}".format(*state_bytes(trainer.optimizer.optimizer)))
 

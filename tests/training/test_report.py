@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
+import grass
 from grass.training.run.report import measures, plot, read_run, summary
+from grass.training.run.setup import write_setup
 
 main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "report.py"))["main"]
 
@@ -116,3 +119,43 @@ def test_misuse(runs, tmp_path, monkeypatch, capsys, flags, message):
     written = capsys.readouterr().err
     assert message in written
     assert written.count("\n") == 1, "no usage before it"
+
+
+def test_infinite_values_make_no_empty_plot(tmp_path):
+    rows = {
+        "step": [1, 2, 3],
+        "loss": [3.0, 2.0, 1.0],
+        "grad_norm": [float("inf")] * 2 + [None],
+        "odd": [1.0, None, 2.0],
+    }
+    pd.DataFrame(rows).to_csv(tmp_path / "metrics.csv", index=False)
+    pd.DataFrame({"step": [2], "loss": [2.0]}).to_csv(tmp_path / "short.csv", index=False)
+    found = {"long": read_run(tmp_path), "short": read_run(tmp_path / "short.csv")}
+    figure = plot(found, smooth=1)
+    assert [axis.get_title() for axis in figure.axes] == ["loss", "odd"]
+    assert [line.get_marker() for line in figure.axes[0].get_lines()] == ["None", "o"]
+
+
+@pytest.mark.parametrize("mode", ["dense", "compact", "adamw"])
+def test_method_rank_and_memory_are_shown(tmp_path, mode):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8, bias=False), torch.nn.Linear(8, 4, bias=False))
+    if mode == "compact":
+        grass.compact(model, rank=0.25, targets="all-linear")
+        optimizer = grass.GrassAdamW(model, lr=2e-3)
+    elif mode == "dense":
+        optimizer = grass.GrassAdamW(grass.param_groups(model, rank=0.25, targets="all-linear"), lr=2e-3)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    pd.DataFrame({"step": [1, 2], "loss": [2.0, 1.0]}).to_csv(tmp_path / "metrics.csv", index=False)
+    write_setup(tmp_path, model, optimizer)
+    table = summary({"run": read_run(tmp_path)})
+    row = table.loc["run"]
+    assert row["method"] == {"adamw": "AdamW"}.get(mode, f"GrassAdamW, {mode} mode")
+    assert row["lr"] == 2e-3
+    assert row["state MB"] == grass.memory.state_bytes(optimizer).device / 1e6
+    if mode != "adamw":
+        assert row["rank"] == 0.25
+        assert row["explored"] == {"compact": 0.25, "dense": "all others"}[mode]
+    assert row["gradients MB"] == {"compact": 320e-6}.get(mode, 640e-6)

@@ -31,6 +31,7 @@ from grass.training.run.processes import (
     whole_optimizer_state,
     whole_weights,
 )
+from grass.training.run.setup import write_setup
 from grass.training.run.signals import GracefulStop
 
 SHOWN = ("loss", "eval_loss", "tokens_per_second")
@@ -164,6 +165,8 @@ class Trainer:
                     self.save()
             if self.saved_step != self.step:
                 self.save()
+        if self.processes.is_main:
+            write_setup(self.config.out, self.model, self.optimizer)
         rate = clock.steps * self.tokens_per_step / clock.seconds if clock.steps else 0.0
         return Result(self.step, self.eval_loss, rate, state_bytes(self.optimizer), gradient_bytes(self.model))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grass.extras import optional
+from grass.training.run.setup import read_setup
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,7 +36,7 @@ STYLE = (
 
 
 def read_run(path: Path) -> pd.DataFrame:
-    """The log of a run: a CSV file, or the ``metrics.csv`` in a directory.
+    """The log of a run: a CSV file, or the ``metrics.csv`` in a directory; ``attrs`` has what lies beside it.
 
     Raises:
         ValueError: there is none, or it has no column ``step`` or no row.
@@ -51,26 +52,39 @@ def read_run(path: Path) -> pd.DataFrame:
         raise ValueError(f"{file} is no CSV: {error}") from error
     if "step" not in log or log.empty:
         raise ValueError(f"{file} has no column 'step' or no row; columns: {', '.join(log.columns)}")
-    return log.set_index("step")
+    log = log.set_index("step")
+    log.attrs |= read_setup(file.parent)
+    return log
 
 
 def measures(runs: Runs) -> list[str]:
-    """Columns worth a plot: of numbers, with two or more values in some run."""
+    """Columns worth a plot: of numbers, with two or more finite values in some run."""
     found: dict[str, None] = {}
     for log in runs.values():
-        for name, column in log.select_dtypes("number").items():
-            if name not in SKIPPED and column.notna().sum() > 1:
+        for name in log.select_dtypes("number"):
+            if name not in SKIPPED and len(_values(log, str(name))) > 1:
                 found.setdefault(str(name))
     return list(found)
 
 
+def _values(log: pd.DataFrame, name: str) -> pd.Series:
+    """The finite values of a column; none where the log lacks it."""
+    if name not in log:
+        return pd.Series(dtype=float)
+    column = log[name]
+    return column[column.map(math.isfinite)]
+
+
 def summary(runs: Runs) -> pd.DataFrame:
-    """A row per run: the last step, the last value of every measure, and the best of those evaluated more than once."""
-    rows: dict[str, dict[str, float]] = {}
+    """A row per run: method, rank, bytes held, the last step, and the last value of every measure.
+
+    Of measures evaluated more than once the best value is there, too.
+    """
+    rows: dict[str, dict[str, Any]] = {}
     for run, log in runs.items():
-        rows[run] = {"steps": log.index[-1]}
+        rows[run] = {**log.attrs, "steps": log.index[-1]}
         for name in measures(runs):
-            values = log[name].dropna() if name in log else pd.Series(dtype=float)
+            values = _values(log, name)
             if values.empty:
                 continue
             rows[run][name] = values.iloc[-1]
@@ -104,12 +118,13 @@ def plot(runs: Runs, smooth: float) -> Figure:
 
 def _draw(axis: Any, runs: Runs, name: str, smooth: float) -> None:
     evaluated = name.startswith("eval_")
-    logged = {run: log[name].dropna() if name in log else pd.Series(dtype=float) for run, log in runs.items()}
+    logged = {run: _values(log, name) for run, log in runs.items()}
     noisy = smooth > 1 and not evaluated and any(part in name for part in NOISY)
     smoothed = {run for run, values in logged.items() if noisy and len(values) >= smooth}
     for run, values in logged.items():
         shown = values.ewm(span=smooth).mean() if run in smoothed else values
-        axis.plot(shown.index, shown.to_numpy(), "o-" if evaluated else "-", label=run, markersize=3)
+        points = evaluated or len(values) == 1  # a line of one value is not seen
+        axis.plot(shown.index, shown.to_numpy(), "o-" if points else "-", label=run, markersize=3)
     short = any(0 < len(values) < smooth for values in logged.values())
     note = f"\nsmoothed over {smooth:g} rows{', shorter runs as they are' if short else ''}" if smoothed else ""
     axis.set(xlabel="step", title=f"{name}{note}")
