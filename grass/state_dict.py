@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from grass.compact_mode.cycle import check_rows, resume
 from grass.compact_mode.layer import Layers
-from grass.options import SHARED_KEYS, Options, is_projected, validate
+from grass.options import ROW_KEYS, Options, is_projected, validate
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded, local
 from grass.state.bank import Share
 from grass.state.bank_exchange import shares_bank
 from grass.state.master import is_half, keeps_master
-from grass.state.schema import HOST_KEYS, State
+from grass.state.schema import HOST_KEYS, MOMENTS, State
 from grass.state.sharding import assembled, assembled_bank
 from grass.stepping import step_device
 
@@ -140,6 +140,10 @@ class Loading:
             share = Share.of(_matrix_shape(p, group, self.layers)[state["dim"]], ranks)
             for key in HOST_KEYS:
                 state[key] = share.of_bank(state[key], 0 if key == "bank_steps" else state["dim"])
+        if (
+            layer is not None and "exp_avg_scale" not in state
+        ):  # earlier builds saved columns in one piece; codes keep it
+            state |= {key: state[key].contiguous() for key in MOMENTS if key in state}
         return {
             key: value.to("cpu" if key in HOST_KEYS else p.device, copy=True) if isinstance(value, Tensor) else value
             for key, value in state.items()
@@ -148,7 +152,7 @@ class Loading:
 
 def _report_replaced(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Say which settings of a group the saved ones replace: torch loads hyperparameters, too."""
-    replaced = [f"{key}={ours[key]!r} by {theirs[key]!r}" for key in SHARED_KEYS if ours[key] != theirs[key]]
+    replaced = [f"{key}={ours[key]!r} by {theirs[key]!r}" for key in ROW_KEYS if ours[key] != theirs[key]]
     if replaced:
         logger.warning("Grass: load_state_dict replaces %s, as it was saved", ", ".join(replaced))
 

@@ -1,6 +1,6 @@
 """Grass on several processes: what ``torch.distributed`` does not do by itself."""
 
-from grass.distributed.fsdp import shard_placement_fn, store_contiguously
+from grass.distributed.fsdp import shard_placement_fn
 from grass.distributed.parallel_2d import parallelize_2d
 from grass.distributed.reduced_allreduce import ReducedAllreduceState, reduced_allreduce_hook
 
@@ -9,5 +9,4 @@ __all__ = [
     "parallelize_2d",
     "reduced_allreduce_hook",
     "shard_placement_fn",
-    "store_contiguously",
 ]

@@ -15,7 +15,7 @@ def shard_placement_fn(model: nn.Module) -> Callable[[nn.Parameter], Shard | Non
 
     Weights and active rows are sharded along the dimension that is not selected: ``Shard(0)`` for columns (``dim=1``),
     ``Shard(1)`` for rows (``dim=0``), whose width must then divide by the number of ranks. All other parameters are
-    left to ``fully_shard``. It calls :func:`store_contiguously`. Call it before the optimizer is built::
+    left to ``fully_shard``. Call it before the optimizer is built::
 
         grass.compact(model, rank=128)
         placement = grass.distributed.shard_placement_fn(model)
@@ -25,7 +25,6 @@ def shard_placement_fn(model: nn.Module) -> Callable[[nn.Parameter], Shard | Non
         optimizer = grass.GrassAdamW(model, lr=1e-3)
     """
     layers = [module for module in model.modules() if isinstance(module, CompactLayer)]
-    store_contiguously(model)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         for layer in layers:
@@ -36,15 +35,3 @@ def shard_placement_fn(model: nn.Module) -> Callable[[nn.Parameter], Shard | Non
         return None
 
     return placement
-
-
-def store_contiguously(model: nn.Module) -> None:
-    """Store weights and active rows contiguously, without which ``fully_shard`` refuses them.
-
-    For wrappers that call ``fully_shard`` themselves, such as ``accelerate``; they shard along dimension 0, so convert
-    with ``dim=1``. It costs that the fast write-back by whole rows, nothing else.
-    """
-    for module in model.modules():
-        if isinstance(module, CompactLayer):
-            module.weight.data = module.weight.data.contiguous()
-            module.active.data = module.active.data.contiguous()

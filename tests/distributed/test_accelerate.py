@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grass import GrassAdamW, compact
-from grass.distributed import store_contiguously
 from tests.compact.networks import Network, loss_of, train
 from tests.distributed.training import OPTIONS, assert_close, joint_batches, share, weights
 from tests.distributed.world import run_world
@@ -39,7 +38,6 @@ def plugin(**options: Any) -> Any:
 def built() -> tuple[Network, GrassAdamW]:
     model = Network(torch.float64)
     compact(model, rank=3, explore=0)
-    store_contiguously(model)
     return model, GrassAdamW(model, **POLICY)
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grass import GrassAdamW
-from grass.distributed import store_contiguously
 from tests.compact.networks import Network, converted, loss_of, train
 from tests.distributed.training import OPTIONS, assert_close, dense, joint_batches, share, weights
 from tests.distributed.world import run_world
@@ -24,9 +23,7 @@ def built(mode: str) -> tuple[Network, GrassAdamW]:
     """DeepSpeed wants parameters to be contiguous."""
     if mode == "dense":
         return dense(torch.float32)
-    model, optimizer = converted(torch.float32, **OPTIONS)
-    store_contiguously(model)
-    return model, optimizer
+    return converted(torch.float32, **OPTIONS)
 
 
 def train_by_deepspeed(mode: str, stage: int) -> dict[str, Tensor]:
