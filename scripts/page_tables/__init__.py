@@ -28,6 +28,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "finals": study.finals,
     "frontier": exploring.frontier,
     "width": exploring.width,
+    "law": exploring.law,
+    "sharing": exploring.sharing,
 }
 
 

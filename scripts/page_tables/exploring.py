@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from statistics import fmean
 
 from page_tables.markdown import table
@@ -61,7 +62,7 @@ def width() -> str:
     for row in read("cells.csv"):
         values = dict(word.split("=", 1) for word in row["settings"].split())
         fits = row["steps"] == "270" and row["optimizer"] == "grass" and values["lr"] == str(RATE)
-        if fits and values.get("rank") in ("1.0", "0.125"):
+        if fits and "autocast" not in values and values.get("rank") in ("1.0", "0.125"):
             rate = RATE * float(values.get("scale", 1))
             name = method_name("grass", row["settings"])
             found.setdefault((row["model"], name), {}).setdefault(rate, []).append(float(row["loss_100"]))
@@ -75,3 +76,28 @@ def width() -> str:
                 marked = [f"**{c}**" if rate == best else c for rate, c in zip(rates, cells, strict=True)]
                 lines.append([hidden, name, *marked])
     return table(["hidden size", "method", *(f"{rate:.2g}" for rate in rates)], lines)
+
+
+def law() -> str:
+    """Losses in float32 by fraction and rate of the projected weights: the study ``law``."""
+    losses: dict[float, dict[float, list[str]]] = {}
+    for row in read("cells.csv"):
+        values = dict(word.split("=", 1) for word in row["settings"].split())
+        if "autocast" in values and row["optimizer"] == "grass" and values["lr"] == str(RATE):
+            fraction, rate = float(values.get("rank", 0.25)), RATE * float(values["scale"])
+            losses.setdefault(fraction, {}).setdefault(rate, []).append(f"{float(row['loss_100']):.3f}")
+    rates = sorted({rate for found in losses.values() for rate in found})
+    lines = []
+    for fraction, found in sorted(losses.items(), reverse=True):
+        name = "AdamW, two rates" if fraction == 1 else f"{Fraction(fraction)} n"
+        lines.append([name, *(" ".join(found.get(rate, [])) for rate in rates)])
+    return table(["r = q", *(f"{rate:.2g}" for rate in rates)], lines)
+
+
+def sharing() -> str:
+    """Losses of layers that draw the same columns, beside those of layers that draw by themselves."""
+    losses: dict[tuple[str, str], list[str]] = {}
+    for row in read("sharing.csv"):
+        losses.setdefault((row["fraction"], row["drawn"]), []).append(f"{float(row['loss']):.3f}")
+    cells = ([f"{Fraction(fraction)} n", drawn, " ".join(values)] for (fraction, drawn), values in losses.items())
+    return table(["r = q", "columns are drawn by", "loss"], cells)
