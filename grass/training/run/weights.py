@@ -18,8 +18,8 @@ SHARD_BYTES = 2 * 10**9
 def write_weights(weights: Mapping[str, Tensor], path: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write tensors to the directory ``path``: one file, or several and an index of which holds what.
 
-    One file's tensors at a time are copied to host memory, so that a device too full for a second copy of column-major
-    weights can be saved. A tensor that comes under two names is written under the first.
+    One file's tensors at a time are copied to host memory, so that weights with other strides can be saved from a
+    device too full for a second copy. A tensor that comes under two names is written under the first.
     """
     places = {(t.data_ptr(), t.shape): name for name, t in reversed(list(weights.items()))}
     kept = {name: t for name, t in weights.items() if places[t.data_ptr(), t.shape] == name}
