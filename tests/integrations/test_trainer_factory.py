@@ -260,3 +260,12 @@ def test_arguments_by_position(tmp_path: Path, tiny_llama: Build) -> None:
     """Some trainers pass their arguments as the second positional one."""
     optimizer = GrassFactory()(tiny_llama(), arguments(tmp_path, learning_rate=0.125), rank=4)
     assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_a_reference_model_that_follows_by_order(tmp_path: Path, tiny_llama: Build) -> None:
+    """TRL's callback pairs parameters by ``zip``: those of a converted model are others."""
+    args = arguments(tmp_path)
+    args.sync_ref_model = True
+    with pytest.raises(ValueError, match="sync_ref_model=True.*mode='dense'"):
+        GrassFactory()(tiny_llama(), args, rank=4)
+    GrassFactory()(tiny_llama(), args, mode="dense", rank=4)

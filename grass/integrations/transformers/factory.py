@@ -60,8 +60,9 @@ class GrassFactory:
 
         Raises:
             TypeError: a keyword is not one of these.
-            ValueError: a value is out of range, nothing matches, ``mode`` and ``rank`` do not fit the model, or
-                ``args.optim`` is another optimizer than AdamW.
+            ValueError: a value is out of range, nothing matches, ``mode`` and ``rank`` do not fit the model,
+                ``args.optim`` is another optimizer than AdamW, or TRL's ``sync_ref_model`` is to follow a model in
+                compact mode.
             RuntimeError: DDP or FSDP has wrapped the model, which cannot be converted any more.
         """
         check_keywords(keywords)
@@ -73,6 +74,11 @@ class GrassFactory:
         keywords = {**_from_arguments(args), **keywords}
         targets = _targets(model, args) if targets is None else targets
         _check_mode(model, mode, rank)
+        if mode == "compact" and getattr(args, "sync_ref_model", False):
+            raise ValueError(
+                "sync_ref_model=True mixes the parameters of two models in order, and a converted model has others: "
+                "use mode='dense', or no reference model that follows"
+            )
         if rank is None:
             groups: list[dict[str, Any]] = [{"params": _trainable(model)}]
         elif mode == "dense":
