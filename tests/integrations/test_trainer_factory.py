@@ -266,6 +266,6 @@ def test_a_reference_model_that_follows_by_order(tmp_path: Path, tiny_llama: Bui
     """TRL's callback pairs parameters by ``zip``: those of a converted model are others."""
     args = arguments(tmp_path)
     args.sync_ref_model = True
-    with pytest.raises(ValueError, match="sync_ref_model=True.*mode='dense'"):
+    with pytest.raises(ValueError, match=r"sync_ref_model=True.*mode='dense'"):
         GrassFactory()(tiny_llama(), args, rank=4)
     GrassFactory()(tiny_llama(), args, mode="dense", rank=4)
