@@ -6,9 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.compiler import set_stance
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
@@ -21,6 +22,7 @@ from grass.compact_mode.layer import CompactLayer
 from grass.kernels.moment_codes import dynamic_map
 from grass.memory import Setting, state_bytes
 from grass.memory.tracing import with_causal_attention
+from grass.stepping import compact, dense
 from grass.training.run.chunked_loss import chunk_loss
 from grass.training.run.models import enable_checkpointing
 
@@ -90,10 +92,17 @@ def track(
 
 @contextmanager
 def _fake_tensors() -> Iterator[None]:
-    """A fake mode with a cache of 8-bit levels of its own: fake levels must not outlive it, nor real ones enter it."""
+    """A fake mode in which all experts have tokens, and with a cache of 8-bit levels of its own.
+
+    Fake levels must not outlive it, nor real ones enter it.
+    """
     dynamic_map.cache_clear()
+
+    def every(grad: Tensor) -> list[int]:
+        return list(range(len(grad)))
+
     try:
-        with FakeTensorMode():
+        with FakeTensorMode(), patch.object(compact, "with_tokens", every), patch.object(dense, "with_tokens", every):
             yield
     finally:
         dynamic_map.cache_clear()
@@ -129,5 +138,4 @@ def _skip_frozen(tracker: MemTracker, model: nn.Module) -> None:
 
 
 def _snapshot(tracker: MemTracker, kind: str) -> dict[Any, int]:
-    (snapshot,) = tracker.get_tracker_snapshot(kind).values()
-    return snapshot
+    return tracker.get_tracker_snapshot(kind)[torch.device("cpu")]
