@@ -149,7 +149,7 @@ class Engine:
                 replica.arrive()
         except Changed as error:
             self._executor.drain()
-            self._executor.fail(error)
+            self._executor.fail(str(error))
             raise
 
     def settle(self, parameters: Iterable[Tensor] | None = None) -> None:
@@ -191,7 +191,8 @@ class Engine:
         try:
             self.finish()
         except RuntimeError as error:
-            logger.warning("Grass: the last step of a dropped optimizer did not end: %s", error)
+            what = str(error)  # a record of the error itself would keep parameters alive
+            logger.warning("Grass: the last step of a dropped optimizer did not end: %s", what)
 
     def rebuild(self, states: dict[Tensor, State]) -> None:
         """Bring loaded state to the host; replicas are made again from the parameters. An earlier fault is over."""

@@ -105,11 +105,11 @@ class Executor:
         with queues.lock:
             queues.raise_fault()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, what: str) -> None:
         """End everything, as a task that fails does. The first fault stays."""
         queues = self._queues()
         with queues.lock:
-            queues.fail(str(error), error)
+            queues.fail(what)
 
     def rest(self) -> None:
         """After a fault, wait until no task runs but those beyond the deadline."""

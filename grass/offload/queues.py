@@ -6,6 +6,7 @@ import atexit
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 
@@ -86,6 +87,9 @@ class Queues:
         """Keep the first fault: no other task starts, and whoever waits is told."""
         if self.fault is None:
             self.fault, self._cause = f"{what}.\n{self.report()}", cause
+            for queue in self._waiting.values():
+                for task in queue:
+                    task.work = None  # never runs; it would keep the executor's owner alive, and so itself
         self.changed.notify_all()
 
     def raise_fault(self) -> None:
@@ -140,6 +144,9 @@ class Queues:
             with self.lock:
                 self.fail(f"{what} failed: {error!r}", error)
                 self._running.pop(resource, None)
+            if running is not None:
+                running.work = None
+            traceback.clear_frames(error.__traceback__)  # they too would keep it alive
 
     def _take(self, resource: str) -> Task | None:
         """The next task, once all that it waits for are done; ``None``: end the thread."""

@@ -59,7 +59,7 @@ def rescue(
             with torch.inference_mode(False), torch.no_grad():
                 place.rescue(link_of(p.device))
         except Exception as error:
-            logger.warning("Grass: %s could not be brought to its place: %r", ends[p].name, error)
+            logger.warning("Grass: %s could not be brought to its place: %s", ends[p].name, repr(error))
         if place.stage is Stage.STEPPING:
             losses.states.append(ends[p].name)
         elif place.stage not in (Stage.QUEUED, Stage.ARRIVED):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -172,6 +174,17 @@ def test_weights_changed_between_a_step_and_its_values(mode: Mode) -> None:
     error = in_time(lambda: model(torch.zeros(1, 1, dtype=torch.long)))
     assert isinstance(error, RuntimeError)
     assert "was changed while its step was on its way: call optimizer.offload.finish() before" in str(error)
+
+
+def test_what_has_failed_is_not_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained("compact")
+    monkeypatch.setattr("grass.stepping.whole.step_group", fail)
+    step(model, optimizer)
+    assert isinstance(in_time(optimizer.step), RuntimeError)
+    engine = weakref.ref(optimizer.offload)
+    del model, optimizer
+    gc.collect()
+    assert engine() is None
 
 
 def test_step_in_backward_is_refused() -> None:
