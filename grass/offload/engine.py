@@ -32,7 +32,7 @@ from grass.offload.masters import MasterReplica
 from grass.offload.options import Offload
 from grass.offload.parts import Place, beside, fixed_options, may_choose, stand_in
 from grass.offload.replicas import Changed, LayerReplica, Replica, Stage, stamp_of
-from grass.offload.rescue import Losses, rescue
+from grass.offload.rescue import Before, Losses, forget_steps, rescue
 from grass.offload.schedule import Unit, placement, schedule
 from grass.offload.sizes import Sizes, bytes_at_home
 from grass.offload.tasks import Task, measured_seconds
@@ -167,7 +167,7 @@ class Engine:
             if self._pending:
                 places = {p: self._replicas.get(p) or self._visits[p] for p in self._pending}
                 self._losses = rescue(places, self._pending, self.link, fault)
-                _forget_steps(self._pending)
+                forget_steps(self._pending)
                 self._pending, self._replicas, self._visited = {}, {}, {}
 
     def settle_values(self, parameters: Iterable[Tensor] | None = None) -> None:
@@ -363,29 +363,6 @@ def _give(replica: Replica, link: Link) -> None:
     """Bring the stepped values up, in the executor's thread."""
     replica.give(link)
     replica.stage = Stage.GIVEN
-
-
-def _forget_steps(parameters: Iterable[Tensor]) -> None:
-    """Let nobody wait for steps that do not come."""
-    for p in parameters:
-        if InPlace.marks(p):
-            InPlace.mark(p)
-
-
-class Before:
-    """What the preparation of a step takes from the model, for the case that it is interrupted."""
-
-    def __init__(self, whole: WholeStep) -> None:
-        self._norms, self._whole = dict(whole.given_norms), whole
-        self._sketches = [(layer, layer.sketch, layer.signs, layer.gathered) for layer in whole.layers.values()]
-
-    def restore(self) -> None:
-        """Give it back."""
-        self._whole.given_norms.update(self._norms)
-        _forget_steps(self._whole.states)
-        for layer, *sketch in self._sketches:
-            layer.sketch, layer.signs, layer.gathered = sketch
-            layer.mark_synced()  # weight and active rows still agree, whatever their versions say
 
 
 def _check_sharded(p: Tensor, fraction: float | str) -> None:

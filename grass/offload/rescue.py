@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from grass.offload.in_place import InPlace
 from grass.offload.link import Link
 from grass.offload.replicas import Replica, Stage
 from grass.offload.tasks import Task
 from grass.offload.visits import Visit
+from grass.stepping.whole import WholeStep
 
 logger = logging.getLogger("grass")
 
@@ -72,6 +74,29 @@ def rescue(
         len(losses.states) + len(losses.values),
     )
     return losses
+
+
+def forget_steps(parameters: Iterable[Tensor]) -> None:
+    """Let nobody wait for steps that do not come."""
+    for p in parameters:
+        if InPlace.marks(p):
+            InPlace.mark(p)
+
+
+class Before:
+    """What the preparation of a step takes from the model, for the case that it is interrupted."""
+
+    def __init__(self, whole: WholeStep) -> None:
+        self._norms, self._whole = dict(whole.given_norms), whole
+        self._sketches = [(layer, layer.sketch, layer.signs, layer.gathered) for layer in whole.layers.values()]
+
+    def restore(self) -> None:
+        """Give it back."""
+        self._whole.given_norms.update(self._norms)
+        forget_steps(self._whole.states)
+        for layer, *sketch in self._sketches:
+            layer.sketch, layer.signs, layer.gathered = sketch
+            layer.mark_synced()  # weight and active rows still agree, whatever their versions say
 
 
 def _check(what: str, lost: list[str], fault: str) -> None:
