@@ -13,6 +13,7 @@ A GPU reads memory in sectors of 32 bytes: columns that lie further apart cost a
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .dispatch import kernel_op
@@ -23,7 +24,7 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """``x[sigma_j]`` for every ``j``: ``(m, n) -> (r, n)``.
 
     Args:
-        x: ``(m, n)``, any strides.
+        x: ``(m, n)``, any strides; floating point or int8.
         indices: int64 ``(r,)``, each in ``[0, m)``, repetitions allowed. Kernels do not check the range.
 
     Returns:
@@ -66,7 +67,7 @@ def _gather_rows_kernel(
     col = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (row < r)[:, None] & (col < n)[None, :]
     source = tl.load(indices + row, mask=row < r, other=0)
-    value = tl.load(x + source[:, None] * x_row + col[None, :] * x_col, mask=inside, other=0.0)
+    value = tl.load(x + source[:, None] * x_row + col[None, :] * x_col, mask=inside, other=0)
     tl.store(out + row[:, None] * out_row + col[None, :] * out_col, value, mask=inside)
 
 
@@ -75,4 +76,5 @@ _gather_rows = kernel_op(
     twin=_twin,
     launch=_launch,
     fake=_empty,
+    types=frozenset({torch.int8}),
 )

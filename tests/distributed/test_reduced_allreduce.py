@@ -267,7 +267,8 @@ def test_bytes_on_the_wire() -> None:
     sketches = 2 * (12 + 20 + 16)
     for counted in run_world(bytes_per_step, 2):
         elements = [counts.pop("all_reduce") // 4 for counts in counted]
-        assert not any(counted)
+        for counts in counted:  # what is left is the comparison of settings: two numbers
+            assert all(nbytes <= 16 for nbytes in counts.values())
         assert elements == [everything, everything, everything, rows, sketches + rows, rows]
 
 

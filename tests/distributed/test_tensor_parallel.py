@@ -125,7 +125,6 @@ def refused_on_a_mesh(rank: int) -> None:
     plan = {"mix": ColwiseParallel(), "down": RowwiseParallel()}
     model = Network()
     grass.compact(model, rank=3)
-    grass.distributed.store_contiguously(model)
     parallelize_module(model, mesh["parts"], plan)
     fully_shard(model, mesh=mesh["shards"])
     with pytest.raises(TypeError, match="parallelize_module has sharded yet"):

@@ -126,9 +126,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         assert words in table
     assert "fits 0.26 GB, host 0.40 GB" in table
     fitting = next(line for line in table.splitlines() if line.startswith("fits"))
-    assert fitting.split()[-len(METHODS) :] == [
-        "yes" if m in ("Grass", "Grass int8", "QLoRA") else "no" for m in METHODS
-    ]
+    small = ("Grass", "Grass int8", "LoRA", "QLoRA")
+    assert fitting.split()[-len(METHODS) :] == ["yes" if method in small else "no" for method in METHODS]
     for wrong, words in (
         (["--model", "60m", "--cache", "1GB"], "only with stream=True"),
         (["--model", "60m", "--stream", "--no-checkpointing"], "needs offload and checkpointing"),
