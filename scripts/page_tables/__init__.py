@@ -12,6 +12,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "small_weights": speed.small_weights,
     "study_speed": speed.study_speed,
     "memory": memory.memory,
+    "planned_shares": memory.planned_shares,
     "saved_activations": memory.saved_activations,
     "models": models.models,
     "planned": memory.planned,

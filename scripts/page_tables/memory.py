@@ -5,7 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 from fractions import Fraction
+from typing import Any
 
+import torch
+
+from grass.memory import Setting, plan
+from grass.memory.models import load_architecture
 from page_tables.markdown import table
 from page_tables.source import Row, read, select
 
@@ -24,6 +29,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "GaLore": ("GaLore", USUAL),
 }
 """What a column of the tables shows: the method, and which of its rows."""
+
+ADAMW = {"AdamW, all in bfloat16": "AdamW", "AdamW, float32 masters and moments": "AdamW float32"}
+"""Rows of AdamW by their method in the planner."""
 
 TIMES_ADAMW = ("inputs_times_adamw", "times_adamw")
 """Columns of ``saved_activations.csv``."""
@@ -83,3 +91,23 @@ def saved_activations() -> str:
     rows = read("saved_activations.csv")[1:]
     cells = ([f"{Fraction(row['share'])} n", *(f"{float(row[key]):.2f}" for key in TIMES_ADAMW)] for row in rows)
     return table(["r = q", "inputs of linear layers", "the whole block"], cells)
+
+
+SHARES = (1 / 4, 1 / 8, 1 / 16, 1 / 20, 1 / 32)
+"""Selected columns, and as many explored ones."""
+
+
+def planned_shares() -> str:
+    """Gigabytes that the planner gives for shares of the columns, beside AdamW."""
+    models = {size: load_architecture(size) for size in ("7b", "13b")}
+    rows = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    header = ["", *(f"{size.upper()}, {name} rows" for size in models for name in rows)]
+
+    def gigabytes_of(method: str, **options: Any) -> list[str]:
+        plans = (plan(method, m, Setting(active_dtype=rows[name], **options)) for m in models.values() for name in rows)
+        return [f"{planned.total / 1e9:.1f}" for planned in plans]
+
+    names = {share: f"Grass, r = q = {Fraction(share).limit_denominator(64)} n" for share in SHARES}
+    lines = [[names[share], *gigabytes_of("Grass", rank=share)] for share in SHARES]
+    lines += [[name, *gigabytes_of(method)] for name, method in ADAMW.items()]
+    return table(header, lines)
