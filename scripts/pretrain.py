@@ -3,8 +3,7 @@ r"""Pretrain a LLaMA from scratch.
 The embedded corpus (the Python standard library, as bytes) needs no download:
 
     python scripts/pretrain.py --model 1m --steps 500 --out runs/adamw --optimizer adamw --lr 3e-3
-    python scripts/pretrain.py --model 1m --steps 500 --out runs/grass --optimizer grass --lr 3e-3 --rank 0.25 \
-        --dim 1 --selection multinomial_norm --update-interval 10 --state-policy bank --compact
+    python scripts/pretrain.py --model 1m --steps 500 --out runs/grass --optimizer grass --lr 3e-3 --rank 0.25 --compact
 
 Stop it with Ctrl-C or SIGTERM, or lose the machine: the same command with --resume goes on from the newest checkpoint.
 

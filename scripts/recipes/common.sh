@@ -7,7 +7,8 @@ export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:T
 
 # Grass runs with its defaults: as many columns are explored as --rank selects, and without --offload nothing is kept on
 # the host.
-# The learning rate is one for AdamW at these sizes, which Grass takes as it is; it has not been tuned.
+# The learning rate is one for AdamW at these sizes; by scale="auto" projected weights have n / (r + q) times as much. That factor is
+# extrapolated from models of a million parameters (docs/quality.md); at these sizes nothing has been tuned.
 training=(
     --dtype bf16 --checkpointing --chunked-loss 256
     --lr 5e-4 --clip 1.0
