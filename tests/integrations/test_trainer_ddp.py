@@ -46,5 +46,6 @@ def test_one_process_with_both_batches(runs: Path, tiny_llama: Build, tmp_path: 
     single.train()
     joint = torch.load(runs / f"{mode}-whole-0.pt", weights_only=True)
     for name, value in single.model.state_dict().items():
-        # float32: sums in another order move Adam's direction; projected weights step n / (r + q) = 4 to 6 times lr
-        torch.testing.assert_close(joint[name], value, rtol=1e-4, atol=5e-5)
+        # float32: sums in another order move Adam's direction where gradients are tiny; projected weights step
+        # n / (r + q) = 4 to 6 times lr, of which this is about a hundredth
+        torch.testing.assert_close(joint[name], value, rtol=1e-4, atol=5e-4)
