@@ -213,14 +213,17 @@ class Attachment:
         values = self.optimizer.state.get(layer.active, {}).values()
         return [value for value in values if isinstance(value, Tensor) and value.shape == layer.active.shape]
 
+    def _group_of(self, layer: CompactLayer) -> dict[str, Any]:
+        """The optimizer's group that holds the active rows."""
+        return next(g for g in self.optimizer.param_groups if any(p is layer.active for p in g["params"]))
+
     def _ascends(self, layer: CompactLayer) -> bool:
         """Whether the optimizer moves the active rows along their gradient."""
-        groups = self.optimizer.param_groups
-        return any(group.get("maximize", False) for group in groups if any(p is layer.active for p in group["params"]))
+        return bool(self._group_of(layer).get("maximize", False))
 
     def _decay_of(self, layer: CompactLayer) -> float:
         """What the optimizer's decoupled weight decay takes off a weight in each step, as a fraction."""
-        (group,) = (g for g in self.optimizer.param_groups if any(p is layer.active for p in g["params"]))
+        group = self._group_of(layer)
         if group.get("decoupled_weight_decay") or isinstance(self.optimizer, (torch.optim.AdamW, torch.optim.Muon)):
             return float(group["lr"]) * float(group["weight_decay"])
         return 0.0

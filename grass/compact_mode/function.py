@@ -51,11 +51,12 @@ class CompactLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, bias, active rows and sketch; differentiable again with ``create_graph=True``."""
         x, weight, scale, chosen, signs = ctx.saved_tensors
-        values = _values(weight, scale, ctx.dim, grad.dtype)
         if torch.is_grad_enabled():
             _check_differentiable(ctx, x)
-            values = _depending_on(values, ctx)
-        grad_x = grad @ values if ctx.needs_input_grad[0] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            values = _values(weight, scale, ctx.dim, grad.dtype)
+            grad_x = grad @ (_depending_on(values, ctx) if torch.is_grad_enabled() else values)
         g, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_bias = g.sum(0) if ctx.needs_input_grad[4] else None
         if ctx.dim == 0:
