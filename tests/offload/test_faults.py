@@ -130,17 +130,23 @@ def test_a_stuck_copy_is_an_error(stage: str, monkeypatch: pytest.MonkeyPatch) -
     assert "runs for more than 0.05 s" in str(error)
 
 
+def zero_too_early(model: nn.Module, optimizer: GrassAdamW, monkeypatch: pytest.MonkeyPatch) -> Exception:
+    """Zero gradients in place before the host has taken them: the next forward raises, and this is its error."""
+    zeroed = threading.Event()
+    for kind in (Replica, LayerReplica):
+        monkeypatch.setattr(kind, "take", late(kind.take, zeroed))
+    step(model, optimizer)
+    model.zero_grad(set_to_none=False)
+    zeroed.set()
+    error = in_time(lambda: model(torch.zeros(1, 1, dtype=torch.long)))
+    assert isinstance(error, RuntimeError)
+    return error
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_gradient_changed_before_it_was_copied(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained(mode)
-    changed = threading.Event()
-    for kind in (Replica, LayerReplica):
-        monkeypatch.setattr(kind, "take", late(kind.take, changed))
-    step(model, optimizer)
-    model.zero_grad(set_to_none=False)
-    changed.set()
-    error = in_time(lambda: model(torch.zeros(1, 1, dtype=torch.long)))
-    assert isinstance(error, RuntimeError)
+    error = zero_too_early(model, optimizer, monkeypatch)
     assert "changed in place before the step had read it" in str(error)
     assert "zero_grad(set_to_none=True)" in str(error)
 

@@ -15,7 +15,7 @@ from torch import nn
 from grass import GrassAdamW, Offload
 from grass.offload.replicas import LayerReplica, Replica
 from grass.offload.visits import Visit
-from tests.offload.test_faults import fail, in_time, late, step, trained
+from tests.offload.test_faults import fail, in_time, late, step, trained, zero_too_early
 from tests.offload.training import MODES, Mode, build, same, train
 
 OFFLOADS = {"host": {}, "host and device": {"fraction": 0.5}}
@@ -134,13 +134,7 @@ def test_a_checkpoint_ends_the_fault(mode: Mode, what: str, monkeypatch: pytest.
 def test_after_gradients_were_zeroed_in_place(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     references = before_and_after(mode)
     model, optimizer = trained(mode)
-    zeroed = threading.Event()
-    for kind in (Replica, LayerReplica):
-        monkeypatch.setattr(kind, "take", late(kind.take, zeroed))
-    step(model, optimizer)
-    model.zero_grad(set_to_none=False)
-    zeroed.set()
-    assert isinstance(in_time(lambda: model(torch.zeros(1, 1, dtype=torch.long))), RuntimeError)
+    zero_too_early(model, optimizer, monkeypatch)
     for now, before, after in zip(saved(model, optimizer), *references, strict=True):
         assert same(now, before) or same(now, after)
 
