@@ -37,9 +37,7 @@ LIMIT = 1800
 """Seconds after which a run hangs: none takes as long on the slowest machine."""
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["grass.training.run.loop", "grass.training.run.optimizers", "transformers.models.llama"]
-)
+context.set_forkserver_preload(["training.run.loop", "training.run.optimizers", "transformers.models.llama"])
 
 
 def start(out: Path, *flags: str, spoil: Callable[[], None] | None = None) -> ForkServerProcess:
@@ -58,7 +56,7 @@ def finish(process: ForkServerProcess) -> int:
 
 def signal_itself(number: int, step: int) -> None:
     """Have the run send itself a signal when it begins the step after ``step``."""
-    from grass.training.run.loop import Trainer
+    from training.run.loop import Trainer
 
     train_step = Trainer.train_step
 
@@ -72,8 +70,8 @@ def signal_itself(number: int, step: int) -> None:
 
 def die_saving(step: int, events: int) -> None:
     """Have the run kill itself in the first checkpoint from ``step`` on, after so many operations on its files."""
-    from grass.training.run.checkpoint import TEMPORARY
-    from grass.training.run.loop import Trainer
+    from training.run.checkpoint import TEMPORARY
+    from training.run.loop import Trainer
 
     save, left = Trainer.save, itertools.count(events, -1)
 
@@ -91,8 +89,8 @@ def die_saving(step: int, events: int) -> None:
 
 def die_stepping(step: int, values: int) -> None:
     """Have the run kill itself after ``step``, when so many parameters have come up from the host's next step."""
-    from grass.offload.link import Link
-    from grass.training.run.loop import Trainer
+    from grass.machine.link import Link
+    from training.run.loop import Trainer
 
     train_step, up, left = Trainer.train_step, Link.up, itertools.count(values, -1)
     begun = threading.Event()

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import grass
 from grass.compact_mode.layer import CompactLayer
 from grass.memory.llama import llama_config
-from grass.training.run.models import build_llama
+from training.run.models import build_llama
 
 
 def nothing(layer, number):

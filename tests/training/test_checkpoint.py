@@ -6,11 +6,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from grass.memory.llama import llama_config
-from grass.training.run import checkpoint
-from grass.training.run.checkpoint import CheckpointStore, export_model
-from grass.training.run.metrics import COLUMNS, truncate_csv
-from grass.training.run.models import build_llama
-from grass.training.run.signals import GracefulStop
+from training.run import checkpoint
+from training.run.checkpoint import CheckpointStore, export_model
+from training.run.metrics import COLUMNS, truncate_csv
+from training.run.models import build_llama
+from training.run.signals import GracefulStop
 
 
 def llama(seed=0, dtype=torch.float32):

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
 
+from grass.chunked_loss import IGNORED, chunk_loss, chunked_cross_entropy
 from grass.memory.llama import llama_config
-from grass.training.run.chunked_loss import IGNORED, chunk_loss, chunked_cross_entropy
 
 VOCABULARY, HIDDEN = 101, 24
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
-from grass.training.finetune.classification import (
+from training.finetune.classification import (
     GLUE,
     Task,
     class_names,
@@ -16,8 +16,8 @@ from grass.training.finetune.classification import (
     metrics_of,
     with_class_labels,
 )
-from grass.training.finetune.run import DatasetSource
-from grass.training.finetune.tiny import train_tokenizer
+from training.finetune.run import DatasetSource
+from training.finetune.tiny import train_tokenizer
 
 
 def split(*labels):

@@ -1,7 +1,7 @@
 import pytest
 
-from grass.training.data.corpus import Document, deduplicated, split_by_file, standard_library, text_files
-from grass.training.data.tokenization import ByteTokenizer, encode_all
+from training.data.corpus import Document, deduplicated, split_by_file, standard_library, text_files
+from training.data.tokenization import ByteTokenizer, encode_all
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ from itertools import islice
 import pytest
 import torch
 
-from grass.training.data.blocks import DataConfig, PackedBatches, packed_blocks
-from grass.training.data.loading import load_data
-from grass.training.data.tokenization import ByteTokenizer, encode_all, load_tokenizer
+from training.data.blocks import DataConfig, PackedBatches, packed_blocks
+from training.data.loading import load_data
+from training.data.tokenization import ByteTokenizer, encode_all, load_tokenizer
 
 
 def take(batches, count):

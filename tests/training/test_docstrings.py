@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from grass.training.data.docstrings import PACKAGES, docstrings, docstrings_of_signatures, packages_of_docstrings
+from training.data.docstrings import PACKAGES, docstrings, docstrings_of_signatures, packages_of_docstrings
 
 
 def test_docstrings_are_those_python_shows():

@@ -10,7 +10,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from grass.training.data.docstrings import docstrings
+from training.data.docstrings import docstrings
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -133,7 +133,7 @@ def test_trainer_flags_reach_the_trainer(tmp_path, files):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--method", "lora"], "Invalid rank=0.25 for LoRA: must be an integer"),
+        (["--method", "lora"], "Invalid rank=0.25 for lora: must be an integer"),
         (["--method", "adamw", "--compact"], "compact=True with name=adamw"),
         (["--rank", "0"], "rank=0: must be an integer >= 1"),
         (["--number-of-epochs", "3"], r"not used by the HfArgumentParser: ['--number-of-epochs', '3']"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
-from grass.training.finetune.instructions import IGNORED, encode, likeliest, pack, perplexity, prompt, response_metrics
-from grass.training.finetune.tiny import tiny_decoder, train_tokenizer
+from training.finetune.instructions import IGNORED, encode, likeliest, pack, perplexity, prompt, response_metrics
+from training.finetune.tiny import tiny_decoder, train_tokenizer
 
 ROWS = [
     {"instruction": "Name a colour.", "input": "", "output": "Green."},

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grass.training.run.states import read_state
 from tests.training.runs import die_saving, die_stepping, finish, logged_steps, signal_itself, start
+from training.run.states import read_state
 
 STEPS = 16
 EVENTS = 16

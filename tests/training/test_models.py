@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from grass.memory.llama import llama_config
-from grass.training.run.models import build_llama
+from training.run.models import build_llama
 
 
 # Weights of an untied LLaMA: 2 V h + layers (4 h^2 + 3 h i + 2 h) + h; the totals are those the papers round.

@@ -6,9 +6,9 @@ import torch
 from grass import GrassAdamW
 from grass.memory import state_bytes
 from grass.memory.llama import llama_config
-from grass.training.run.metrics import gradient_bytes
-from grass.training.run.models import build_llama
-from grass.training.run.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer
+from training.run.metrics import gradient_bytes
+from training.run.models import build_llama
+from training.run.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer
 
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 128, 352, 4, 257
 PROJECTED = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE)

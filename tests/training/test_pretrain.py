@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import LlamaForCausalLM
 
-from grass.training.run.optimizers import OPTIMIZERS
 from tests.training.runs import PRETRAIN, TINY
+from training.run.optimizers import OPTIMIZERS
 
 EVERY = [pytest.param(name, marks=pytest.mark.slow if name == "adamw8bit" else ()) for name in OPTIMIZERS]
 """Names of all optimizers; the one that compiles its step takes long."""

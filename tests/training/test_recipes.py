@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from grass.memory import Architecture, Setting, parse_bytes, plan
 from grass.memory.llama import LlamaShape, llama_config
-from grass.training.run.flags import from_flags
-from grass.training.run.optimizers import OptimizerConfig
 from tests.training.runs import PRETRAIN
+from training.run.flags import from_flags
+from training.run.optimizers import OptimizerConfig
 
 ROOT = PRETRAIN.parents[1]
 RECIPES = sorted((PRETRAIN.parent / "recipes").glob("pretrain_*.sh"))

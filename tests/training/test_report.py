@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import grass
-from grass.training.run.report import measures, plot, read_run, summary
-from grass.training.run.setup import write_setup
+from training.run.report import measures, plot, read_run, summary
+from training.run.setup import write_setup
 
 main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "report.py"))["main"]
 

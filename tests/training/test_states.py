@@ -5,8 +5,8 @@ import torch
 
 import grass
 from grass.memory.llama import llama_config
-from grass.training.run.models import build_llama
-from grass.training.run.states import read_state, write_state
+from training.run.models import build_llama
+from training.run.states import read_state, write_state
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from grass.memory.llama import llama_config
-from grass.training.run.models import build_llama
-from grass.training.run.throughput import PEAK_FLOPS, model_flops_per_token, peak_flops, peak_memory
+from training.run.models import build_llama
+from training.run.throughput import PEAK_FLOPS, model_flops_per_token, peak_flops, peak_memory
 
 
 def test_model_flops_against_torchs_counter():

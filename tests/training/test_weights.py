@@ -5,9 +5,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import grass
 from grass.memory.llama import llama_config
-from grass.training.run import checkpoint
-from grass.training.run.models import build_llama
-from grass.training.run.weights import load_weights, read_weights, write_weights
+from training.run import checkpoint
+from training.run.models import build_llama
+from training.run.weights import load_weights, read_weights, write_weights
 
 
 def llama(seed=0, **options):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grass.labels import IGNORED
-from grass.training.finetune.run import FinetuneTask
+from training.finetune.run import FinetuneTask
 
 if TYPE_CHECKING:
     from datasets import DatasetDict

@@ -11,7 +11,7 @@ from typing import Any
 from grass.command_line import number
 from grass.options import DECLARED
 from grass.selection import available_rules
-from grass.training.run.optimizers import GRASS, OptimizerConfig
+from training.run.optimizers import GRASS, OptimizerConfig
 
 CONFIG = OptimizerConfig()
 """The scripts' defaults."""
@@ -27,7 +27,7 @@ def from_flags(cls: type[Any], args: argparse.Namespace, **others: Any) -> Any:
 
 
 def add_optimizer_flags(add: AddFlag) -> None:
-    """Hyperparameters of :class:`grass.training.run.optimizers.OptimizerConfig` except its name."""
+    """Hyperparameters of :class:`training.run.optimizers.OptimizerConfig` except its name."""
     add("--lr", type=float, default=CONFIG.lr, help="peak learning rate")
     add("--weight-decay", type=float, default=CONFIG.weight_decay, help="decoupled")
     add("--betas", type=float, nargs=2, default=CONFIG.betas, help=DECLARED["betas"].metadata["meaning"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grass.training.run.weights import SHARD_BYTES
+from training.run.weights import SHARD_BYTES
 
 STATE = "state.pt"
 SHARD = "optimizer-{:05d}.pt"

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from grass.training.run.states import read_state, write_state
-from grass.training.run.weights import load_weights, read_weights, write_weights
+from training.run.states import read_state, write_state
+from training.run.weights import load_weights, read_weights, write_weights
 
 logger = logging.getLogger("grass")
 
@@ -33,7 +33,7 @@ class CheckpointStore:
     """The checkpoints of one run: ``root/step-00000100/`` and so on.
 
     Each holds the model as ``from_pretrained`` loads it (int8 weights as codes, :mod:`grass.compact_mode.int8`); all
-    else that a resume needs, the optimizer's state in shards (:mod:`grass.training.run.states`); and a manifest of file
+    else that a resume needs, the optimizer's state in shards (:mod:`training.run.states`); and a manifest of file
     sizes and checksums, which tells a complete checkpoint from a damaged one.
 
     Args:

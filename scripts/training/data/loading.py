@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from grass.training.data.blocks import Data, DataConfig, PackedBatches, packed_blocks
-from grass.training.data.corpus import Document, split_by_file, standard_library, text_files
-from grass.training.data.streaming import stream_data
-from grass.training.data.tokenization import Tokenizer, encode_all, load_tokenizer
+from training.data.blocks import Data, DataConfig, PackedBatches, packed_blocks
+from training.data.corpus import Document, split_by_file, standard_library, text_files
+from training.data.streaming import stream_data
+from training.data.tokenization import Tokenizer, encode_all, load_tokenizer
 
 
 def load_data(config: DataConfig) -> Data:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grass.extras import optional
-from grass.training.run.setup import read_setup
+from training.run.setup import read_setup
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grass.training.data.blocks import Data, DataConfig, packed_blocks
-from grass.training.data.tokenization import Tokenizer
+from training.data.blocks import Data, DataConfig, packed_blocks
+from training.data.tokenization import Tokenizer
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from grass.training.data.corpus import Document, standard_library
+from training.data.corpus import Document, standard_library
 
 if TYPE_CHECKING:
     from datasets import DatasetDict

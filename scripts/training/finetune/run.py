@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from grass.extras import optional
 from grass.streaming.stream import stream
 from grass.targets import matched_modules
-from grass.training.run.optimizers import OptimizerConfig
+from training.run.optimizers import OptimizerConfig
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
     from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-METHODS = ("adamw", "grass", "lora")
+ADAPTERS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}, "rslora": {"use_rslora": True}}
+"""What ``peft.LoraConfig`` takes for each kind of adapter."""
+
+METHODS = ("adamw", "grass", *ADAPTERS)
 
 LOG_COLUMNS = {"learning_rate": "lr"}
 """``Trainer``'s names and those of ``metrics.csv``, where they differ."""
@@ -139,27 +143,34 @@ def make_trainer(
         built = GrassFactory()(task.model, args=arguments, **grass)  # before Trainer moves the model to the device
         stream(task.model, arguments.device, offload_activations=True)
         return Trainer(optimizers=(built, None), **keywords)
-    if method == "lora":
-        keywords["model"] = add_lora(task.model, optimizer.rank, classification=task.likeliest is None)
+    if method in ADAPTERS:
+        keywords["model"] = add_adapters(task.model, method, optimizer.rank, classification=task.likeliest is None)
     return Trainer(**keywords)
 
 
-def add_lora(model: PreTrainedModel, rank: int | float, *, classification: bool) -> Any:
-    """The model with LoRA adapters (``peft``, ``alpha = 2 rank``) on the layers that Grass would train.
+def add_adapters(model: PreTrainedModel, kind: str, rank: int | float, *, classification: bool) -> Any:
+    """The model with adapters (``peft``, ``alpha = 2 rank``) on the layers that Grass would train.
 
-    All other weights are frozen; a classifier's head trains.
+    ``kind`` is one of :data:`ADAPTERS`. All other weights are frozen; a classifier's head trains.
 
     Raises:
         ImportError: ``peft`` is not installed.
         ValueError: the rank is no integer.
     """
     if not isinstance(rank, int):
-        raise ValueError(f"Invalid {rank=} for LoRA: must be an integer")
+        raise ValueError(f"Invalid {rank=} for {kind}: must be an integer")
     from peft import LoraConfig, TaskType, get_peft_model
 
     task = TaskType.SEQ_CLS if classification else TaskType.CAUSAL_LM
-    config = LoraConfig(task_type=task, r=rank, lora_alpha=2 * rank, target_modules=matched_modules(model))
+    layers = matched_modules(model)
+    config = LoraConfig(task_type=task, r=rank, lora_alpha=2 * rank, target_modules=layers, **ADAPTERS[kind])
     return get_peft_model(model, config)
+
+
+def not_projected(model: PreTrainedModel) -> list[nn.Parameter]:
+    """What Grass would not project: embeddings, norms, biases and heads. LoRA freezes all but a classifier's head."""
+    projected = {model.get_submodule(name).weight for name in matched_modules(model)}
+    return [parameter for parameter in model.parameters() if parameter not in projected]
 
 
 def write_log(history: list[dict[str, float]], path: Path) -> None:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from grass.training.run.blockwise import Convert, build_blockwise
-from grass.training.run.chunked_loss import chunk_loss
+from grass.chunked_loss import chunk_loss
+from training.run.blockwise import Convert, build_blockwise
 
 
 def build_llama(
@@ -32,8 +32,8 @@ def build_llama(
         dtype: of the weights.
         device: where they are made.
         checkpointing: keep only the inputs of decoder layers for backward, which runs each layer's forward again.
-        chunk_tokens: tokens whose logits the loss holds at a time (:mod:`grass.training.run.chunked_loss`); 0 for all.
-        convert: what to do with each decoder layer before the next one is made (:mod:`grass.training.run.blockwise`).
+        chunk_tokens: tokens whose logits the loss holds at a time (:mod:`grass.chunked_loss`); 0 for all.
+        convert: what to do with each decoder layer before the next one is made (:mod:`training.run.blockwise`).
     """
     device = torch.device(device)
     with seeded(seed, device), device:

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_w
 from grass import GrassAdamW, step_in_backward
 from grass.in_backward import InBackward
 from grass.memory import StateBytes, state_bytes
-from grass.training.data.blocks import Data
-from grass.training.run.checkpoint import CheckpointStore
-from grass.training.run.metrics import Clock, MetricsLog, NoLog, gradient_bytes
-from grass.training.run.processes import (
+from training.data.blocks import Data
+from training.run.checkpoint import CheckpointStore
+from training.run.metrics import Clock, MetricsLog, NoLog, gradient_bytes
+from training.run.processes import (
     Processes,
     data_parallel,
     load_optimizer_state,
@@ -31,8 +31,8 @@ from grass.training.run.processes import (
     whole_optimizer_state,
     whole_weights,
 )
-from grass.training.run.setup import write_setup
-from grass.training.run.signals import GracefulStop
+from training.run.setup import write_setup
+from training.run.signals import GracefulStop
 
 SHOWN = ("loss", "eval_loss", "tokens_per_second")
 """Columns shown beside the progress bar."""

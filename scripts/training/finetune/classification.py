@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from grass.training.data.docstrings import packages_of_docstrings
-from grass.training.finetune.run import DatasetSource, FinetuneTask
+from training.data.docstrings import packages_of_docstrings
+from training.finetune.run import DatasetSource, FinetuneTask
 
 if TYPE_CHECKING:
     from datasets import DatasetDict

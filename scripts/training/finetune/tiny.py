@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from grass.memory.llama import llama_config
-from grass.training.run.models import build_llama
+from training.run.models import build_llama
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
 """RoBERTa's first four, in its order."""
