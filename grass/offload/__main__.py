@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from grass.command_line import ArgumentParser
-from grass.offload.machine import Machine
+from grass.device import accelerator
+from grass.machine.rates import Machine
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and store if the arguments ask for it."""
     parser = ArgumentParser(__doc__, prog="python -m grass.offload")
     add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: cuda if there is one")
+    add("--device", default=str(accelerator()), help="default: the accelerator if there is one, else cpu")
     add("--threads", type=int, help="of the update on the host; default: as many as grass.Offload takes")
     add("--out", type=Path, metavar="FILE", help="where to store the rates, as JSON")
     args = parser.parse_args(argv)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grass.offload.threads import check_node
+from grass.machine.numa import check_node
 from grass.state.master import is_half
 
 
@@ -20,10 +20,10 @@ class Offload:
 
     Attributes:
         fraction: share of the parameters' elements that the device steps, while the host steps the others: their state
-            visits the device (:mod:`grass.offload.visits`). ``"auto"`` measures the first steps and takes the share
-            that a simulation finds fastest.
+            goes to the device and back (:mod:`grass.offload.device_step`). ``"auto"`` measures the first steps and
+            takes the share that a simulation finds fastest.
         threads: threads of the CPU kernel; ``None``: as many as the NUMA node of the device has physical cores
-            (:func:`grass.offload.threads.host_threads`), for a CPU as the device as many as torch uses. Results depend
+            (:func:`grass.machine.numa.host_threads`), for a CPU as the device as many as torch uses. Results depend
             on their number as those of the resident optimizer do. Parameters at full rank are stepped by torch, with
             torch's threads.
         numa: the NUMA node that the host's update is bound to, on Linux. ``"auto"``: that of the device of the first
@@ -31,7 +31,7 @@ class Offload:
         path: a directory: moments, bank and the copies of the weights lie in memory-mapped files there, which may be
             larger than the host's memory. ``None``: in memory.
         masters: keep float32 copies of bfloat16 and float16 parameters on the host, step these, and round them into the
-            parameters (:mod:`grass.offload.masters`). Moments are float32 as well. Active rows of converted layers
+            parameters (:mod:`grass.offload.host_copies`). Moments are float32 as well. Active rows of converted layers
             have masters by ``grass.compact(dtype=torch.float32)``. ``False`` steps parameters as the resident optimizer
             does, which has masters of small ones only (:mod:`grass.state.master`).
         overlap: return from ``optimizer.step()`` before the host has finished; ``False`` waits.
@@ -84,6 +84,21 @@ class Offload:
     def has_master(self, parameter: Tensor) -> bool:
         """Whether the host steps a float32 master in place of a parameter that is not active rows."""
         return self.masters and is_half(parameter.dtype)
+
+    def check_sharded(self, parameter: Any) -> None:
+        """Check that a ``DTensor`` can be offloaded: its state stays on the host, and the parameter is on the device.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if parameter.device.type != parameter.device_mesh.device_type:
+            raise ValueError(
+                "FSDP2's CPUOffloadPolicy keeps the parameters on the host already: leave it or offload out"
+            )
+        if (fraction := self.fraction) not in (0, "auto"):
+            raise ValueError(
+                f"Invalid {fraction=} for sharded parameters: must be 0, which leaves their state on the host"
+            )
 
     @staticmethod
     def of(value: Offload | str | None) -> Offload | None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from grass.offload.in_place import InPlace
-from grass.offload.link import Link
-from grass.offload.replicas import Replica, Stage
+from grass.machine.link import Link
+from grass.offload.device_step import DeviceStep
+from grass.offload.host_copies import HostCopy
+from grass.offload.host_storage import is_on_host, mark_on_host
+from grass.offload.progress import Stage
 from grass.offload.tasks import Task
-from grass.offload.visits import Visit
-from grass.stepping.whole import WholeStep
+from grass.stepping.optimizer_step import OptimizerStep
 
 logger = logging.getLogger("grass")
 
@@ -44,33 +45,36 @@ class Losses:
 
 
 def rescue(
-    places: dict[Tensor, Replica | Visit], ends: dict[Tensor, Task], link_of: Callable[[torch.device], Link], fault: str
+    steps: dict[Tensor, HostCopy | DeviceStep],
+    ends: dict[Tensor, Task],
+    link_of: Callable[[torch.device], Link],
+    fault: str,
 ) -> Losses:
     """Bring to its place what was stepped before the fault.
 
     Args:
-        places: of the parameters of the step. No thread works on them any more, except on those of a stuck copy.
+        steps: of the parameters. No thread works on them any more, except on those of a stuck copy.
         ends: the last task of each of them that has not arrived.
         link_of: the link to a device.
         fault: what went wrong.
     """
     losses = Losses(fault)
     for p in ends:
-        place = places[p]
+        step = steps[p]
         try:
             with torch.inference_mode(False), torch.no_grad():
-                place.rescue(link_of(p.device))
+                step.rescue(link_of(p.device))
         except Exception as error:
             logger.warning("Grass: %s could not be brought to its place: %s", ends[p].name, repr(error))
-        if place.stage is Stage.STEPPING:
+        if step.stage is Stage.STEPPING:
             losses.states.append(ends[p].name)
-        elif place.stage not in (Stage.QUEUED, Stage.ARRIVED):
+        elif step.stage not in (Stage.QUEUED, Stage.ARRIVED):
             losses.values.append(ends[p].name)
     logger.warning(
         "Grass: a step has failed. Of %d parameters, %d have the values before it, %d those after it, %d are lost.",
         len(ends),
-        sum(places[p].stage is Stage.QUEUED for p in ends),
-        sum(places[p].stage is Stage.ARRIVED for p in ends),
+        sum(steps[p].stage is Stage.QUEUED for p in ends),
+        sum(steps[p].stage is Stage.ARRIVED for p in ends),
         len(losses.states) + len(losses.values),
     )
     return losses
@@ -79,14 +83,14 @@ def rescue(
 def forget_steps(parameters: Iterable[Tensor]) -> None:
     """Let nobody wait for steps that do not come."""
     for p in parameters:
-        if InPlace.marks(p):
-            InPlace.mark(p)
+        if is_on_host(p):
+            mark_on_host(p)
 
 
 class Before:
     """What the preparation of a step takes from the model, for the case that it is interrupted."""
 
-    def __init__(self, whole: WholeStep) -> None:
+    def __init__(self, whole: OptimizerStep) -> None:
         self._norms, self._whole = dict(whole.given_norms), whole
         self._sketches = [(layer, layer.sketch, layer.signs, layer.gathered) for layer in whole.layers.values()]
 

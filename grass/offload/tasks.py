@@ -1,4 +1,4 @@
-"""A schedule as a list of tasks: simulated, run in any legal order, or run by :class:`grass.offload.executor.Executor`.
+"""The tasks of one step, as a list: simulated, or run by :class:`grass.offload.executor.Executor`.
 
 Each resource runs its tasks one at a time, in the order of the list. A task starts when its resource is free and all
 tasks that it waits for have ended. Simulator and executor take the same list, so they cannot disagree about the order.
@@ -6,13 +6,12 @@ tasks that it waits for have ended. Simulator and executor take the same list, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-RESOURCES = ("down", "up", "host", "device")
-"""Copies from device to host, copies from host to device, updates on the CPU, updates on the device."""
+SLOTS = 2
+"""Parameters whose state may be on the device at the same time."""
+Work = Callable[[], object] | None
 
 
 @dataclass(eq=False)
@@ -21,7 +20,7 @@ class Task:
 
     Attributes:
         name: for messages and timelines.
-        resource: which resource runs it; one of :data:`RESOURCES`.
+        resource: which resource runs it; one of :data:`grass.machine.rates.RESOURCES`.
         amount: bytes for ``"down"`` and ``"up"``, elements for ``"host"`` and ``"device"``.
         after: tasks that must end before this one starts.
         work: what to do; what it returns is dropped. ``None``: nothing, as in a simulation or a pure ordering point.
@@ -33,7 +32,7 @@ class Task:
     resource: str
     amount: float
     after: tuple[Task, ...] = field(default=(), repr=False)
-    work: Callable[[], object] | None = field(default=None, repr=False)
+    work: Work = field(default=None, repr=False)
     start: float | None = None
     end: float | None = None
 
@@ -97,7 +96,7 @@ def simulate(tasks: Sequence[Task], seconds: Callable[[Task], float]) -> Timelin
 
     Args:
         tasks: the schedule.
-        seconds: how long a task takes, such as :meth:`grass.offload.machine.Machine.seconds`.
+        seconds: how long a task takes, such as :meth:`grass.machine.rates.Machine.seconds`.
 
     Raises:
         ValueError: as :func:`check_order` says, or ``seconds`` returns a negative number or NaN.
@@ -117,58 +116,86 @@ def simulate(tasks: Sequence[Task], seconds: Callable[[Task], float]) -> Timelin
     return Timeline(spans, busy)
 
 
-def legal_next(tasks: Iterable[Task], done: Collection[Task]) -> list[Task]:
-    """The tasks that may run now: first of their resource, and all that they wait for are done.
+@dataclass(eq=False)
+class ParameterStep:
+    """One parameter in one step.
+
+    Attributes:
+        name: for messages and timelines.
+        on_device: whether the device steps it. Its state then goes up first and down last; otherwise its gradient goes
+            down first and its values up last.
+        elements: how many values are stepped.
+        bytes_down: bytes copied from the device.
+        bytes_up: bytes copied to the device.
+        down: copies from the device; ``None`` in a plan.
+        update: steps.
+        up: copies to the device.
+    """
+
+    name: str
+    on_device: bool
+    elements: int
+    bytes_down: int
+    bytes_up: int
+    down: Work = None
+    update: Work = None
+    up: Work = None
+
+
+def schedule(steps: Sequence[ParameterStep]) -> tuple[list[Task], list[Task]]:
+    """The tasks of a step.
+
+    All gradients go down first, so that none waits behind a state. States go up :data:`SLOTS` parameters ahead.
 
     Args:
-        tasks: the schedule.
-        done: the tasks that have run, preferably a set.
-    """
-    first: dict[str, Task] = {}
-    for task in tasks:
-        if task not in done:
-            first.setdefault(task.resource, task)
-    return [task for task in first.values() if all(other in done or other.done for other in task.after)]
-
-
-def legal_orders(tasks: Sequence[Task]) -> Iterator[tuple[Task, ...]]:
-    """Every order in which the tasks can start, one by one. Their number grows exponentially with the list.
-
-    Raises:
-        ValueError: as :func:`check_order` says.
-    """
-    check_order(tasks)
-
-    def extend(order: tuple[Task, ...]) -> Iterator[tuple[Task, ...]]:
-        if len(order) == len(tasks):
-            yield order
-        for task in legal_next(tasks, set(order)):
-            yield from extend((*order, task))
-
-    return extend(())
-
-
-@torch.no_grad()
-def run_in_order(tasks: Sequence[Task], choose: Callable[[list[Task]], Task]) -> list[Task]:
-    """Run all tasks in this thread, in a legal order. Tests draw the order to find races without threads.
-
-    Args:
-        tasks: the schedule.
-        choose: picks the task to run from those that may run now.
+        steps: of the parameters, in the order in which the next forward uses them.
 
     Returns:
-        The tasks as they ran.
-
-    Raises:
-        ValueError: as :func:`check_order` says, or ``choose`` returns another task.
+        All tasks, and the last one of each parameter.
     """
-    check_order(tasks)
-    done: dict[Task, None] = {}
-    while ready := legal_next(tasks, done.keys()):
-        task = choose(ready)
-        if task not in ready:
-            raise ValueError(f"Task {task.name!r} may not run now; may run: {', '.join(t.name for t in ready)}")
-        if task.work is not None:
-            task.work()
-        done[task] = None
-    return list(done)
+    gradients = {step: _down(step) for step in steps if not step.on_device}
+    stepped_there = [step for step in steps if step.on_device]
+    tasks, ends, states, freed = list(gradients.values()), [], dict[ParameterStep, Task](), list[Task]()
+
+    def send_next_state() -> None:
+        if len(states) < len(stepped_there):
+            step = stepped_there[len(states)]
+            states[step] = _up(step, tuple(freed[-1:]))
+            tasks.append(states[step])
+
+    for _ in range(SLOTS):
+        send_next_state()
+    for step in steps:
+        before = states[step] if step.on_device else gradients[step]
+        update = Task(
+            f"{step.name} update", "device" if step.on_device else "host", step.elements, (before,), step.update
+        )
+        ends.append(_down(step, (update,)) if step.on_device else _up(step, (update,)))
+        tasks += [update, ends[-1]]
+        if step.on_device:
+            freed.append(ends[-1])
+            send_next_state()
+    return tasks, ends
+
+
+def placement(fraction: float, elements: Iterable[int]) -> list[bool]:
+    """Which parameters the device steps: every ``1 / fraction``-th, weighed by their elements.
+
+    Args:
+        fraction: share of all elements, in [0, 1].
+        elements: of each parameter, in order.
+    """
+    placed, wanted, chosen = 0.0, 0.0, []
+    for count in elements:
+        wanted += fraction * count
+        chosen.append(fraction > 0 and wanted - placed >= count / 2)
+        placed += count * chosen[-1]
+    return chosen
+
+
+def _down(step: ParameterStep, after: tuple[Task, ...] = ()) -> Task:
+    return Task(f"{step.name} {'state' if step.on_device else 'gradient'}", "down", step.bytes_down, after, step.down)
+
+
+def _up(step: ParameterStep, after: tuple[Task, ...]) -> Task:
+    return Task(f"{step.name} {'state' if step.on_device else 'values'}", "up", step.bytes_up, after, step.up)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from grass.extras import optional
-from grass.offload.tasks import RESOURCES, Task
+from grass.machine.rates import RESOURCES
+from grass.offload.tasks import Task
 
 Spans = Mapping[Task, tuple[float, float]]
 """Start and end of tasks in seconds: :attr:`grass.offload.tasks.Timeline.spans`."""

@@ -20,7 +20,7 @@ from grass import kernels
 from grass.cpu import kernel as cpu_kernel
 from grass.kernels.dispatch import runs_triton, wants_triton
 from grass.state.master import is_half
-from grass.stepping.explored import decay_explored, step_explored
+from grass.stepping.explored import decay_explored, explored_shrink, step_explored
 from grass.stepping.group import GroupStep, Numbers
 from grass.stepping.operators import step_by_operators
 from grass.stepping.rows import Rows
@@ -32,16 +32,16 @@ def step_rows(step: GroupStep, every: Iterable[Rows]) -> None:
     triton: dict[str, bool] = {}
     for rows in every:
         numbers = _numbers(step, rows)
-        decay_explored(step, rows, numbers)
         explores_here = rows.explored is not None and type(rows.explored.grad) is Tensor  # not sharded
         if _takes_kernel(step, rows, triton):
             _step_by_kernel(step, rows, numbers)
-        elif rows.scale is None and batch.add(_cpu_weight(rows, numbers, explores_here)):
+        elif rows.scale is None and batch.add(_cpu_weight(step, rows, numbers, explores_here)):
             if explores_here:
                 continue
         else:
             rest.append((rows, numbers))
         if rows.explored is not None:
+            decay_explored(step, rows, numbers)
             exploring.append((rows, numbers))
     batch.run(**step.adam)
     step_by_operators(step, rest)
@@ -73,13 +73,13 @@ def _takes_kernel(step: GroupStep, rows: Rows, triton: dict[str, bool]) -> bool:
     return triton[device] and bool(runs_triton("compact_adamw_", values, rows.grad))
 
 
-def _cpu_weight(rows: Rows, numbers: Numbers, explores: bool) -> cpu_kernel.Weight:
+def _cpu_weight(step: GroupStep, rows: Rows, numbers: Numbers, explores: bool) -> cpu_kernel.Weight:
     state, explored = rows.state, rows.explored if explores else None
     exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
     row_steps, step_size, shrink = numbers
     return cpu_kernel.Weight(  # by position, which is faster
         rows.weight, rows.indices, rows.dim, rows.grad, rows.values, exp_avg, exp_avg_sq, row_steps, step_size, shrink,
-        explored,
+        explored, explored_shrink(step, rows, numbers),
     )  # fmt: skip
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from grass.compact_mode.cycle import Trained, adopt, advance
 from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.refresh_cycle import Trained, adopt, advance
 from grass.parallel.shards import local
 from grass.selection.exploration import auto_scale
 from grass.state.bank_exchange import BankExchange

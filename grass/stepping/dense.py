@@ -71,7 +71,7 @@ def _norms(step: GroupStep, grad: Tensor, dim: int) -> Tensor:
     size = step.options.matrix_of(grad).shape[dim]
     if step.options.is_batch(grad):
         return norms_of_experts(have_tokens(grad), size)
-    return torch.ones(size, dtype=torch.float32)
+    return torch.ones(size, dtype=torch.float32, device=grad.device)
 
 
 def _rows(step: GroupStep, member: Member) -> list[DenseRows]:

@@ -10,12 +10,12 @@ from torch import Tensor
 from grass.cpu import masters as kernel
 from grass.parallel.shards import local
 from grass.stepping.group import Member
+from grass.stepping.optimizer_step import OptimizerStep
 from grass.stepping.plain import begin_plain
-from grass.stepping.whole import WholeStep
 
 
 def step_master(
-    whole: WholeStep, group: dict[str, Any], position: int, master: Tensor, grad: Tensor, out: Tensor
+    whole: OptimizerStep, group: dict[str, Any], position: int, master: Tensor, grad: Tensor, out: Tensor
 ) -> None:
     """Step a master and round it.
 

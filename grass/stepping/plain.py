@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from grass.kernels import compact_adamw_
 from grass.kernels.layout import is_dense
@@ -114,7 +115,7 @@ def begin_plain(group: dict[str, Any], member: Member) -> None:
 
 
 def _has_fused_adamw(p: Tensor) -> bool:
-    return p.device.type in ("cpu", "cuda")
+    return p.device.type in _get_fused_kernels_supported_devices()
 
 
 def _takes_fused(p: Tensor, *others: Tensor) -> bool:

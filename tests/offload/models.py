@@ -1,4 +1,4 @@
-"""A tiny language model trained in ways that read parameters without their module, for the tests of the gate."""
+"""A tiny language model trained in ways that read parameters without their module, for tests of the forward hooks."""
 
 from __future__ import annotations
 

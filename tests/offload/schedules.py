@@ -1,10 +1,14 @@
-"""Schedules for tests: random ones, a pipeline, and a brute-force simulation of time."""
+"""Schedules for tests: random ones, a pipeline, every legal order, and a brute-force simulation of time."""
 
 from __future__ import annotations
 
-import hypothesis.strategies as st
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from grass.offload.tasks import RESOURCES, Task
+import hypothesis.strategies as st
+import torch
+
+from grass.machine.rates import RESOURCES
+from grass.offload.tasks import Task, check_order
 
 
 @st.composite
@@ -46,3 +50,60 @@ def tick_by_tick(tasks: list[Task]) -> dict[Task, tuple[int, int]]:
                     started = True
         now += 1
     return spans
+
+
+def legal_next(tasks: Iterable[Task], done: Collection[Task]) -> list[Task]:
+    """The tasks that may run now: first of their resource, and all that they wait for are done.
+
+    Args:
+        tasks: the schedule.
+        done: the tasks that have run, preferably a set.
+    """
+    first: dict[str, Task] = {}
+    for task in tasks:
+        if task not in done:
+            first.setdefault(task.resource, task)
+    return [task for task in first.values() if all(other in done or other.done for other in task.after)]
+
+
+def legal_orders(tasks: Sequence[Task]) -> Iterator[tuple[Task, ...]]:
+    """Every order in which the tasks can start, one by one. Their number grows exponentially with the list.
+
+    Raises:
+        ValueError: as :func:`check_order` says.
+    """
+    check_order(tasks)
+
+    def extend(order: tuple[Task, ...]) -> Iterator[tuple[Task, ...]]:
+        if len(order) == len(tasks):
+            yield order
+        for task in legal_next(tasks, set(order)):
+            yield from extend((*order, task))
+
+    return extend(())
+
+
+@torch.no_grad()
+def run_in_order(tasks: Sequence[Task], choose: Callable[[list[Task]], Task]) -> list[Task]:
+    """Run all tasks in this thread, in a legal order. Tests draw the order to find races without threads.
+
+    Args:
+        tasks: the schedule.
+        choose: picks the task to run from those that may run now.
+
+    Returns:
+        The tasks as they ran.
+
+    Raises:
+        ValueError: as :func:`check_order` says, or ``choose`` returns another task.
+    """
+    check_order(tasks)
+    done: dict[Task, None] = {}
+    while ready := legal_next(tasks, done.keys()):
+        task = choose(ready)
+        if task not in ready:
+            raise ValueError(f"Task {task.name!r} may not run now; may run: {', '.join(t.name for t in ready)}")
+        if task.work is not None:
+            task.work()
+        done[task] = None
+    return list(done)

@@ -8,7 +8,7 @@ import pytest
 
 from grass import Offload
 from grass.compact_mode.layer import CompactLayer
-from grass.offload.link import Link
+from grass.machine.link import Link
 from tests.offload.training import MODES, Mode, build, train
 
 

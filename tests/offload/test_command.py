@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from grass.offload import rates
+from grass.machine import rates
+from grass.machine.rates import Machine
 from grass.offload.__main__ import main
-from grass.offload.machine import Machine
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_what_is_printed_is_what_is_stored(capsys: pytest.CaptureFixture[str], t
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--device", "meta"], "Invalid device='meta'. Must be a CPU or a CUDA device."),
+        (["--device", "meta"], "Invalid device='meta'. Must be a CPU or an accelerator with streams."),
         (["--device", "cpu", "--threads", "0"], "Invalid --threads=0: must be >= 1"),
         (["--device", "cpu", "--out", "{tmp}/missing/machine.json"], "No such file"),
     ],

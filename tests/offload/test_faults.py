@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import grass
 from grass import GrassAdamW, Offload
-from grass.offload.replicas import LayerReplica, Replica
+from grass.offload.host_copies import HostCopy, LayerCopy
 from tests.offload.training import MODES, Mode, build, train
 
 LIMIT = 600.0
@@ -73,9 +73,9 @@ def test_a_fault_is_raised_by_the_next_wait(mode: Mode, stage: str, wait: str, m
     model, optimizer = trained(mode)
     before = values(model)
     if stage == "update":
-        monkeypatch.setattr("grass.stepping.whole.step_group", fail)
+        monkeypatch.setattr("grass.stepping.optimizer_step.step_group", fail)
     else:
-        for kind in (Replica, LayerReplica):
+        for kind in (HostCopy, LayerCopy):
             monkeypatch.setattr(kind, stage, fail)
     step(model, optimizer)
     for _ in range(2):  # the error stays
@@ -97,10 +97,10 @@ def test_weights_behind_the_fault_stay_as_they_were(mode: Mode, monkeypatch: pyt
     order = [task.name for task in optimizer.offload.last_tasks if task.resource == "up"]
     optimizer.zero_grad()
     after = values(model)
-    gives = {kind: kind.give for kind in (Replica, LayerReplica)}
-    given: list[Replica] = []
+    gives = {kind: kind.give for kind in (HostCopy, LayerCopy)}
+    given: list[HostCopy] = []
 
-    def second_fails(self: Replica, link: Any) -> None:
+    def second_fails(self: HostCopy, link: Any) -> None:
         given.append(self)
         if len(given) == 2:
             fail()
@@ -122,7 +122,7 @@ def test_a_stuck_copy_is_an_error(stage: str, monkeypatch: pytest.MonkeyPatch) -
     executor: Any = optimizer.offload._executor
     executor.deadline = executor._state.deadline = 0.05  # from now on: what comes does not end
     stuck = threading.Event()
-    monkeypatch.setattr(Replica, stage, lambda self, link: stuck.wait(LIMIT))
+    monkeypatch.setattr(HostCopy, stage, lambda self, link: stuck.wait(LIMIT))
     step(model, optimizer)
     error = in_time(lambda: model(torch.zeros(1, 1, dtype=torch.long)))
     stuck.set()
@@ -133,7 +133,7 @@ def test_a_stuck_copy_is_an_error(stage: str, monkeypatch: pytest.MonkeyPatch) -
 def zero_too_early(model: nn.Module, optimizer: GrassAdamW, monkeypatch: pytest.MonkeyPatch) -> Exception:
     """Zero gradients in place before the host has taken them: the next forward raises, and this is its error."""
     zeroed = threading.Event()
-    for kind in (Replica, LayerReplica):
+    for kind in (HostCopy, LayerCopy):
         monkeypatch.setattr(kind, "take", late(kind.take, zeroed))
     step(model, optimizer)
     model.zero_grad(set_to_none=False)
@@ -152,7 +152,7 @@ def test_a_gradient_changed_before_it_was_copied(mode: Mode, monkeypatch: pytest
 
 
 def late(take: Callable[..., None], event: threading.Event) -> Callable[..., None]:
-    def wait_and_take(self: Replica, link: Any) -> None:
+    def wait_and_take(self: HostCopy, link: Any) -> None:
         assert event.wait(LIMIT)
         take(self, link)
 
@@ -184,7 +184,7 @@ def test_weights_changed_between_a_step_and_its_values(mode: Mode) -> None:
 
 def test_what_has_failed_is_not_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained("compact")
-    monkeypatch.setattr("grass.stepping.whole.step_group", fail)
+    monkeypatch.setattr("grass.stepping.optimizer_step.step_group", fail)
     step(model, optimizer)
     assert isinstance(in_time(optimizer.step), RuntimeError)
     engine = weakref.ref(optimizer.offload)
@@ -211,7 +211,7 @@ def test_a_fault_names_the_parameter(named: bool, monkeypatch: pytest.MonkeyPatc
     """By the name that the optimizer was given, or by number and shape."""
     layer = nn.Linear(3, 2)
     optimizer = GrassAdamW(layer.named_parameters() if named else layer.parameters(), offload="cpu")
-    monkeypatch.setattr("grass.stepping.whole.step_group", fail)
+    monkeypatch.setattr("grass.stepping.optimizer_step.step_group", fail)
     layer(torch.ones(1, 3)).sum().backward()
     with pytest.raises(RuntimeError, match=r"'weight update'" if named else r"'parameter 0 of shape \(2, 3\) update'"):
         optimizer.step()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import grass
 from grass import GrassAdamW, Offload
 from grass.cpu import masters as kernel
-from grass.offload.masters import master_of
+from grass.offload.host_copies import master_of
 from tests.offload.training import network, same, train
 
 FLOAT32 = {"rtol": 2e-6, "atol": 1e-6}  # a few roundings of float32, of terms of size 1 that may cancel
@@ -101,7 +101,7 @@ def test_equals_a_loop_over_float32_copies(mode: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("mode", ["full", "dense"])
 def test_any_schedule_gives_the_same_bits(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grass.offload.home.SMALLEST", 256)
+    monkeypatch.setattr("grass.offload.host_storage.SMALLEST", 256)
     results = []
     for options in ({}, {"fraction": 0.5}, {"fraction": 1.0}, {"bytes_per_second": 3e6}, {"path": tmp_path}):
         model, optimizer = built(Offload(masters=True, **options), mode)
@@ -161,7 +161,7 @@ def test_a_visiting_master_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None
         made.append(parameter)
         return master_of(parameter, *rest)
 
-    monkeypatch.setattr("grass.offload.visits.master_of", noted)
+    monkeypatch.setattr("grass.offload.device_step.master_of", noted)
     model, optimizer = built(Offload(masters=True, fraction=1.0))
     train(model, optimizer, 5)
     optimizer.offload.finish()

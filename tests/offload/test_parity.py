@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import grass
 from grass import GrassAdamW, Offload
-from grass.stepping.whole import WholeStep
+from grass.stepping.optimizer_step import OptimizerStep
 from tests.offload.training import MODES, Mode, build, same, train
 
 OPTIONS: list[dict[str, Any]] = [
@@ -48,7 +48,7 @@ def test_equals_the_resident_optimizer(mode: Mode, options: dict[str, Any]) -> N
 def test_state_may_lie_in_files(
     mode: Mode, policy: str, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grass.offload.home.SMALLEST", 256)
+    monkeypatch.setattr("grass.offload.host_storage.SMALLEST", 256)
     results = []
     for offload in (None, Offload(path=tmp_path, fraction=fraction)):
         model, optimizer = build(mode, offload=offload, selection="multinomial_norm", state_policy=policy)
@@ -182,14 +182,14 @@ def test_zero_grad_cannot_drop_the_sketch_of_a_visit(monkeypatch: pytest.MonkeyP
     for offload in (None, Offload(fraction=1.0)):
         model, optimizer = build("compact", offload=offload, selection="multinomial_norm")
         if offload is not None:
-            advance = WholeStep.advance
+            advance = OptimizerStep.advance
 
-            def interrupted(self: WholeStep, *args: Any, advance: Any = advance) -> None:
+            def interrupted(self: OptimizerStep, *args: Any, advance: Any = advance) -> None:
                 for layer in self.layers.values():
                     layer.clear_sketch()
                 advance(self, *args)
 
-            monkeypatch.setattr(WholeStep, "advance", interrupted)
+            monkeypatch.setattr(OptimizerStep, "advance", interrupted)
         results.append(outcome(model, optimizer, train(model, optimizer, 13)))
     assert same(*results)
 

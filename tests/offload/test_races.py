@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from grass import Offload
-from grass.offload.replicas import LayerReplica, Replica
-from grass.offload.tasks import Task, check_order, legal_next
+from grass.offload.host_copies import HostCopy, LayerCopy
+from grass.offload.tasks import Task, check_order
+from tests.offload.schedules import legal_next
 from tests.offload.training import MODES, Mode, build, same, train
 
 OPTIONS: list[dict[str, Any]] = [
@@ -70,20 +71,20 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         if tensor is not None and tensor.is_floating_point():
             tensor.fill_(float("nan"))
 
-    begin, arrive = Replica.begin, LayerReplica.arrive
+    begin, arrive = HostCopy.begin, LayerCopy.arrive
 
-    def poisoned_begin(self: Replica, link: Any, **options: Any) -> None:
+    def poisoned_begin(self: HostCopy, link: Any, **options: Any) -> None:
         begin(self, link, **options)
         nan(self._grad)
 
-    def poisoned_arrive(self: LayerReplica) -> None:
+    def poisoned_arrive(self: LayerCopy) -> None:
         rows = self._rows
         arrive(self)
         nan(rows)
 
-    monkeypatch.setattr(Replica, "begin", poisoned_begin)
-    monkeypatch.setattr(LayerReplica, "arrive", poisoned_arrive)
-    for kind in (Replica, LayerReplica):
+    monkeypatch.setattr(HostCopy, "begin", poisoned_begin)
+    monkeypatch.setattr(LayerCopy, "arrive", poisoned_arrive)
+    for kind in (HostCopy, LayerCopy):
         monkeypatch.setattr(kind, "give", poisoned_give(kind.give, nan))
     empty_like = torch.empty_like
 
@@ -96,7 +97,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def poisoned_give(give: Callable[..., None], nan: Callable[[Tensor], None]) -> Callable[..., None]:
-    def both(self: Replica, link: Any) -> None:
+    def both(self: HostCopy, link: Any) -> None:
         give(self, link)
         nan(self._grad)
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from grass import GrassAdamW, Offload
-from grass.offload.replicas import LayerReplica, Replica
-from grass.offload.visits import Visit
+from grass.offload.device_step import DeviceStep
+from grass.offload.host_copies import HostCopy, LayerCopy
 from tests.offload.test_faults import fail, in_time, late, step, trained, zero_too_early
 from tests.offload.training import MODES, Mode, build, same, train
 
@@ -74,9 +74,9 @@ def test_what_a_fault_leaves(
     references = before_and_after(mode)
     model, optimizer = trained(mode, **OFFLOADS[place])
     failing = failing_once(number)
-    for kind in (Replica, LayerReplica):
+    for kind in (HostCopy, LayerCopy):
         monkeypatch.setattr(kind, stage, failing(getattr(kind, stage)))
-    monkeypatch.setattr(Visit, "down", failing(Visit.down))
+    monkeypatch.setattr(DeviceStep, "down", failing(DeviceStep.down))
     step(model, optimizer)
     model.state_dict() if first == "model" else optimizer.state_dict()
     for now, before, after in zip(saved(model, optimizer), *references, strict=True):
@@ -90,7 +90,7 @@ def test_what_a_fault_leaves(
 def test_an_update_that_fails_has_destroyed_its_state_only(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     (model, optimizer), (expected, _) = trained(mode), before_and_after(mode)
     with monkeypatch.context() as patch:
-        patch.setattr("grass.stepping.whole.step_group", fail)
+        patch.setattr("grass.stepping.optimizer_step.step_group", fail)
         step(model, optimizer)
         for _ in range(2):
             values = model.state_dict()
@@ -103,7 +103,7 @@ def test_an_update_that_fails_has_destroyed_its_state_only(mode: Mode, monkeypat
 @pytest.mark.parametrize("mode", MODES)
 def test_values_that_cannot_come_back(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained(mode)
-    for kind in (Replica, LayerReplica):
+    for kind in (HostCopy, LayerCopy):
         monkeypatch.setattr(kind, "give", fail)
     step(model, optimizer)
     for read in (model.state_dict, optimizer.state_dict) * 2:
@@ -118,8 +118,8 @@ def test_a_checkpoint_ends_the_fault(mode: Mode, what: str, monkeypatch: pytest.
     checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     with monkeypatch.context() as patch:
         if what == "update":
-            patch.setattr("grass.stepping.whole.step_group", fail)
-        for kind in (Replica, LayerReplica):
+            patch.setattr("grass.stepping.optimizer_step.step_group", fail)
+        for kind in (HostCopy, LayerCopy):
             patch.setattr(kind, what, fail, raising=False)
         step(model, optimizer)
         assert isinstance(in_time(lambda: optimizer.offload.finish()), RuntimeError)  # type: ignore[union-attr]
@@ -147,7 +147,7 @@ def test_after_parameters_were_changed_in_place(mode: Mode, moment: str, monkeyp
     model, optimizer = trained(mode)
     changed = threading.Event()
     if moment.startswith("before"):
-        for kind in (Replica, LayerReplica):
+        for kind in (HostCopy, LayerCopy):
             monkeypatch.setattr(kind, "give", late(kind.give, changed))
     step(model, optimizer)
     if moment.startswith("when"):
@@ -174,9 +174,9 @@ def test_gradients_changed_through_data(mode: Mode, place: str, how: str, monkey
     """No version shows it, so the values do."""
     model, optimizer = trained(mode, **OFFLOADS[place])
     changed = threading.Event()
-    for kind in (Replica, LayerReplica):
+    for kind in (HostCopy, LayerCopy):
         monkeypatch.setattr(kind, "take", late(kind.take, changed))
-    monkeypatch.setattr(Visit, "up", late(Visit.up, changed))
+    monkeypatch.setattr(DeviceStep, "up", late(DeviceStep.up, changed))
     step(model, optimizer)
     for p in model.parameters():
         if p.grad is not None:

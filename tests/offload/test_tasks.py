@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from grass.offload.tasks import Task, legal_next, legal_orders, run_in_order, simulate
-from tests.offload.schedules import pipeline, schedules, tick_by_tick
+from grass.offload.tasks import Task, simulate
+from tests.offload.schedules import legal_next, legal_orders, pipeline, run_in_order, schedules, tick_by_tick
 
 
 def amount(task: Task) -> float:

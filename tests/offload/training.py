@@ -20,9 +20,11 @@ def network(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(32, 16), *layers)
 
 
-def build(mode: Mode, offload: Offload | None = None, **options: Any) -> tuple[nn.Sequential, GrassAdamW]:
+def build(
+    mode: Mode, offload: Offload | None = None, device: str = "cpu", **options: Any
+) -> tuple[nn.Sequential, GrassAdamW]:
     """A network and its optimizer, the same for every ``offload``."""
-    model = network()
+    model = network().to(device)
     common: dict[str, Any] = {"lr": 1e-2, "offload": offload}
     if mode == "full":
         return model, GrassAdamW(model.parameters(), **common, stochastic_rounding="stochastic_rounding" in options)
@@ -39,11 +41,11 @@ def build(mode: Mode, offload: Offload | None = None, **options: Any) -> tuple[n
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
     """The losses of an ordinary loop with clipping and a falling learning rate; returns right after the last step."""
-    losses = []
+    losses, device = [], next(model.parameters()).device
     for step in range(first, first + steps):
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (1 + step)
-        x = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(step))
+        x = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(step)).to(device)
         loss = nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.roll(1).flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from grass.cpu import kernel
-from grass.offload import link, machine, rates
-from grass.offload.link import Link
-from grass.offload.machine import Machine, machine_name
+from grass.machine import link, rates
+from grass.machine.link import Link
+from grass.machine.rates import Machine, machine_name
 from grass.offload.tasks import Task
 
 MACHINE = Machine(host_rate=2.0, down_rate=4.0, up_rate=5.0, device_rate=8.0)
@@ -87,7 +87,7 @@ def test_save_and_load(tmp_path):
 
 
 def test_name_without_proc(monkeypatch):
-    monkeypatch.setattr(machine.Path, "exists", lambda path: False)
+    monkeypatch.setattr(rates.Path, "exists", lambda path: False)
     assert machine_name("cpu", 1).partition(",")[0] != ""
 
 

@@ -1,7 +1,7 @@
-"""Host replicas: what the host keeps of one parameter. The code that steps parameters steps them in its place.
+"""Host copies: what the host keeps of one parameter. The code that steps parameters steps the copy in its place.
 
-A replica receives the gradient from the device, is stepped, and sends back what has changed. Nothing in between knows
-that it is a replica, so the result is the resident optimizer's, bit for bit.
+A copy receives the gradient from the device, is stepped, and sends back what has changed. Nothing in between knows that
+it is a copy, so the result is the resident optimizer's, bit for bit.
 
 ====================  =================================  ==================================
 parameter             gradient that goes down            values that come up
@@ -11,16 +11,19 @@ of a whole weight     all of it                          all of it
 at full rank          all of it                          all of it
 ====================  =================================  ==================================
 
-(A half-precision parameter may have a float32 master: :mod:`grass.offload.masters`.)
-
 Active rows that are more precise than their weight come up as well: ``r`` rows more. With ``decay="all"`` whole weights
 come up. Weights of 8 bits come up as codes, with the scales of these rows.
+
+Half-precision parameters may have a float32 master on the host, which is stepped in their place and rounded. The state
+keeps the master under ``"master"``. So a checkpoint has it, and a resumed run continues bit for bit.
+
+Parameters that lie on the host while their module computes on a device (:func:`grass.stream` marks them) are stepped
+where they are: their gradient is on the host when ``step`` is called, and nothing travels.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from enum import Enum
 from typing import Any
 
 import torch
@@ -28,30 +31,18 @@ from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
 from grass.kernels.layout import is_dense
-from grass.offload.given import Given
-from grass.offload.home import Home, host_like, same_layout, to_host
-from grass.offload.link import Link
+from grass.machine.link import Link
+from grass.offload.host_storage import HostStorage, host_like, same_layout, to_host
+from grass.offload.progress import Changed, GradientSnapshot, Stage, stamp_of
 from grass.parallel.shards import aligned_grad, is_sharded, local
 from grass.selection.projector import Projector
-from grass.stepping.whole import WholeStep
+from grass.state.master import current
+from grass.state.schema import MOMENTS, State
+from grass.stepping.masters import step_master
+from grass.stepping.optimizer_step import OptimizerStep
 
 
-class Stage(Enum):
-    """How far a parameter has come in a step. Each is noted when the work before it has ended."""
-
-    QUEUED = "nothing has changed"
-    STEPPING = "the host changes its state"
-    STEPPED = "the host has its new values"
-    GIVEN = "the new values have come up"
-    ARRIVING = "they take their place"
-    ARRIVED = "the step has ended"
-
-
-class Changed(RuntimeError):
-    """A parameter was changed while its step was on its way."""
-
-
-class Replica:
+class HostCopy:
     """The host's copy of a parameter that is not active rows of a converted layer.
 
     Attributes:
@@ -64,9 +55,9 @@ class Replica:
     stage = Stage.ARRIVED
     layer: CompactLayer | None = None
 
-    def __init__(self, parameter: Tensor, home: Home, host: Tensor | None = None) -> None:
-        self.device, self._home = parameter, home
-        self.host: Tensor = nn.Parameter(home.copy(parameter) if host is None else host, requires_grad=False)
+    def __init__(self, parameter: Tensor, storage: HostStorage, host: Tensor | None = None) -> None:
+        self.device, self._storage = parameter, storage
+        self.host: Tensor = nn.Parameter(storage.copy(parameter) if host is None else host, requires_grad=False)
         self._grad = torch.empty(0)
         self._version = self._stamp()
 
@@ -84,7 +75,7 @@ class Replica:
         grad = local(aligned_grad(self.device))
         if not is_dense(grad):
             grad = grad.contiguous()
-        self._source, self._given = grad, Given(self.device, grad)
+        self._source, self._snapshot = grad, GradientSnapshot(self.device, grad)
         self._mark = link.mark()
         if not same_layout(grad, self._grad):
             self._grad = host_like(grad)
@@ -112,9 +103,9 @@ class Replica:
     def take(self, link: Link) -> None:
         """Copy the gradient down."""
         self._fetch(link)
-        self.host.grad = self._home.shard(self._grad, self.device)
+        self.host.grad = self._storage.shard(self._grad, self.device)
 
-    def step(self, whole: WholeStep, group: dict[str, Any], position: int) -> None:
+    def step(self, whole: OptimizerStep, group: dict[str, Any], position: int) -> None:
         """Step the copy."""
         whole.advance(group, [(position, self.host)])
 
@@ -158,22 +149,22 @@ class Replica:
 
     def _fetch(self, link: Link) -> None:
         link.down(self._source, self._grad, self._mark)
-        self._given.check(self._grad, link, self._mark)
-        del self._source, self._given
+        self._snapshot.check(self._grad, link, self._mark)
+        del self._source, self._snapshot
 
     def _stamp(self) -> tuple[int, int]:
         return stamp_of(self.device)
 
 
-class LayerReplica(Replica):
+class LayerCopy(HostCopy):
     """The host's copy of a converted layer."""
 
     layer: CompactLayer
     _departed: Any
 
-    def __init__(self, layer: CompactLayer, home: Home) -> None:
-        self.source, self._home = layer, home
-        self.layer = host_layer(layer, home)
+    def __init__(self, layer: CompactLayer, storage: HostStorage) -> None:
+        self.source, self._storage = layer, storage
+        self.layer = host_layer(layer, storage)
         self.device, self.host = layer.active, self.layer.active
         self._grad = torch.empty(0)
         self._rows: Tensor | None = None
@@ -266,12 +257,124 @@ class LayerReplica(Replica):
         return self.source._stamps(), [stamp_of(t) for t in tensors], self.source.selections
 
 
-def stamp_of(parameter: Tensor) -> tuple[int, int]:
-    """Differs after any change of a parameter that PyTorch can see."""
-    return parameter._version, local(parameter.detach()).data_ptr()
+class MasterCopy(HostCopy):
+    """The host's float32 master of a half-precision parameter.
+
+    Attributes:
+        host: the master.
+    """
+
+    def __init__(self, parameter: Tensor, storage: HostStorage, state: State) -> None:
+        super().__init__(parameter, storage, master_of(parameter, storage, state))
+        self._values = storage.empty_like(local(parameter.detach()))
+
+    def take(self, link: Link) -> None:
+        """Copy the gradient down, in half precision."""
+        self._fetch(link)
+
+    def step(self, whole: OptimizerStep, group: dict[str, Any], position: int) -> None:
+        """Step the master, and round it."""
+        state = whole.states[self.host]
+        state.pop("master", None)
+        grad = self._storage.shard(self._grad, self.device)
+        step_master(whole, group, position, self.host, grad, self._values)
+        state["master"] = self.host.detach()
+
+    def _outgoing(self) -> Tensor:
+        """The rounded values."""
+        return self._values
 
 
-def host_layer(layer: CompactLayer, home: Home) -> CompactLayer:
+class InPlace(HostCopy):
+    """Stands for a marked parameter in a step. The values and the layer are the model's own.
+
+    Args:
+        parameter: the marked parameter.
+        storage: where its master lies.
+        layer: the converted layer whose active rows it has.
+        state: its state if it has a float32 master there, which is stepped in its place.
+    """
+
+    def __init__(
+        self, parameter: Tensor, storage: HostStorage, layer: CompactLayer | None, state: State | None = None
+    ) -> None:
+        own = parameter.detach() if state is None else master_of(parameter, storage, state)
+        super().__init__(parameter, storage, own)
+        self.layer, self._state = layer, state
+
+    def begin(self, link: Link, *, decays_all: bool) -> None:
+        """Note the gradient and the sketch, where the loop's ``zero_grad()`` cannot drop them."""
+        assert self.device.grad is not None
+        self._gradient: Tensor | None = self.device.grad
+        self._snapshot = GradientSnapshot(self.device, self.device.grad)
+        if self.layer is not None and self.layer.sketch is not None:
+            self.layer.gathered = self.layer.end_sketch()
+
+    def bytes_down(self) -> int:
+        """Nothing travels."""
+        return 0
+
+    def bytes_up(self) -> int:
+        """Nothing travels."""
+        return 0
+
+    def take(self, link: Link) -> None:
+        """The gradient is here."""
+
+    def step(self, whole: OptimizerStep, group: dict[str, Any], position: int) -> None:
+        """Step the parameter itself.
+
+        Raises:
+            RuntimeError: the gradient was changed in place since ``optimizer.step``.
+        """
+        grad, self._gradient = self._gradient, None
+        assert grad is not None
+        self._snapshot.check(grad)
+        if self._state is None:
+            self.host.grad = grad
+            whole.advance(group, [(position, self.host)])
+            self.host.grad = None
+        else:
+            self._state.pop("master", None)
+            step_master(whole, group, position, self.host, grad, self.device.detach().data)
+            self._state["master"] = self.host.detach()
+        whole.background.finish()
+        if self.layer is not None:
+            self.layer.gathered = None
+
+    def give(self, link: Link) -> None:
+        """The values are here."""
+
+    def depart(self) -> None:
+        """Nothing is on its way."""
+        self.stage = Stage.QUEUED
+
+    def arrive(self) -> None:
+        """Note the parameter as it is after the step, unless a cast has moved its values since."""
+        if self.stage is not Stage.ARRIVED and (now := self._stamp())[1] == self._version[1]:
+            self._version = now
+        self.stage = Stage.ARRIVED
+
+    def rescue(self, link: Link) -> None:
+        """The values are here."""
+
+
+def master_of(parameter: Tensor, storage: HostStorage, state: State) -> Tensor:
+    """The float32 master of a parameter: that of its state where it still rounds to the parameter's values.
+
+    Moments at full rank that were saved in half precision become float32 too.
+    """
+    for key in MOMENTS:
+        if key in state and "indices" not in state:
+            state[key] = state[key].to(torch.float32)
+    values = to_host(local(parameter.detach()))
+    master, saved = values.float(), state.get("master")
+    if saved is not None:
+        master = current(local(saved), values)
+    return storage.shard(storage.copy(master), parameter)
+
+
+def host_layer(layer: CompactLayer, storage: HostStorage) -> CompactLayer:
     """A converted layer with the same values in host memory, without hooks and not registered."""
     plain: Any = next(kind for kind in type(layer).__mro__ if not hasattr(kind, "unshard"))  # beneath what FSDP2 adds
     copy = plain.__new__(plain)
@@ -281,7 +384,7 @@ def host_layer(layer: CompactLayer, home: Home) -> CompactLayer:
             state[name] = OrderedDict()
     parameters = {"weight": layer.weight, "active": layer.active}
     state["_parameters"] = {
-        name: nn.Parameter(home.copy(p), requires_grad=p.requires_grad) for name, p in parameters.items()
+        name: nn.Parameter(storage.copy(p), requires_grad=p.requires_grad) for name, p in parameters.items()
     }
     state["_parameters"]["bias"] = None
     state["_buffers"] = {name: None if b is None else to_host(b) for name, b in layer._buffers.items()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grass import Offload
-from grass.offload.home import Home
+from grass.offload.host_storage import HostStorage
 from tests.offload.training import build, train
 
 
@@ -37,8 +37,8 @@ def test_an_empty_path_is_refused() -> None:
 
 
 def test_tensors_keep_shape_strides_and_values(tmp_path: Path) -> None:
-    home = Home(tmp_path)
+    storage = HostStorage(tmp_path)
     for tensor in (torch.randn(300, 200), torch.randn(300, 200).t(), torch.randn(3), torch.randn(400, 300).bfloat16()):
-        copy = home.copy(tensor)
+        copy = storage.copy(tensor)
         assert copy.stride() == tensor.stride()
         assert torch.equal(copy, tensor)

@@ -1,23 +1,13 @@
-"""Which share of the updates the device takes: the published formula, and the optimum of our own schedule.
-
-Offloaded state can also be updated on the device: its master weights and moments are copied there and back. That spends
-bandwidth of the link to save time of the CPU.
-"""
+"""The published model of Deep Optimizer States (Maurya et al., 2024): an update's time by the device's share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
-from grass.offload.machine import Machine
-from grass.offload.tasks import Task, simulate
+from grass.machine.rates import Machine
 
 MOVED_BYTES = 12
 """Bytes of an element that the device updates, each way: float32 master weight and two moments."""
 WEIGHT_BYTES = 2
 """Bytes of an element that the host updates, on the way up: the new weight in half precision."""
-GRID = tuple(i / 20 for i in range(21))
-TIE = 0.01
-"""Relative difference up to which predicted times count as equal."""
 
 
 def published_step(fraction: float, parameters: float, machine: Machine) -> float:
@@ -60,34 +50,3 @@ def published_fraction(machine: Machine) -> float:
     host, link = 1 / machine.host_rate, 1 / machine.up_rate
     fraction = (host - WEIGHT_BYTES * link) / (host + (MOVED_BYTES - WEIGHT_BYTES) * link)
     return max(0.0, fraction)
-
-
-def predicted(
-    build: Callable[[float], list[Task]], machine: Machine, grid: Iterable[float] = GRID
-) -> dict[float, float]:
-    """Seconds of a schedule for each fraction of a grid, simulated.
-
-    Args:
-        build: makes the schedule in which the device takes this fraction of the updates.
-        machine: the rates.
-        grid: the fractions.
-    """
-    return {fraction: simulate(build(fraction), machine.seconds).makespan for fraction in grid}
-
-
-def best_fraction(build: Callable[[float], list[Task]], machine: Machine, grid: Iterable[float] = GRID) -> float:
-    """The fraction of a grid whose schedule is fastest; the smallest of those within 1% of the fastest.
-
-    Args:
-        build: makes the schedule in which the device takes this fraction of the updates.
-        machine: the rates.
-        grid: the fractions.
-
-    Raises:
-        ValueError: the grid is empty.
-    """
-    times = predicted(build, machine, grid)
-    if not times:
-        raise ValueError("Invalid grid=(). Must hold a fraction.")
-    fastest = min(times.values())
-    return min(fraction for fraction, seconds in times.items() if seconds <= fastest * (1 + TIE))

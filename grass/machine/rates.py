@@ -1,20 +1,48 @@
-"""How fast a machine copies and updates: measured in about a second, stored, used to predict schedules."""
+"""How fast a machine copies and updates: measured in about a second, stored, used to predict schedules.
+
+Tensors of measurements hold ones: pages that nobody has written yet share one page of zeros, which reads too fast.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import platform
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from grass.offload import rates
-from grass.offload.link import Link
-from grass.offload.tasks import RESOURCES, Task
-from grass.offload.threads import host_threads, prepare_thread
+from grass.cpu import kernel
+from grass.device import has_streams, name_of, synchronize
+from grass.machine.link import Link
+from grass.machine.numa import host_threads, prepare_thread
+
+RESOURCES = ("down", "up", "host", "device")
+"""Copies from device to host, copies from host to device, updates on the CPU, updates on the device."""
+SECONDS = 0.25
+"""How long each measurement takes, and one repetition more."""
+COLUMNS = 1024
+HOST_ROWS = 4096
+DEVICE_ROWS = 32768
+"""Rows of the updates: 64 MiB of weights, gradients and moments on the CPU, 512 MiB on the device, more than caches."""
+GPU_SIDE, CPU_SIDE = 8192, 1024
+"""The side of the square matrices of a product."""
+LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20
+"""Bytes of one copy."""
+
+
+class Work(Protocol):
+    """An amount of work for one resource, such as a :class:`grass.offload.tasks.Task`."""
+
+    resource: str
+    amount: float
 
 
 @dataclass(frozen=True)
@@ -69,10 +97,10 @@ class Machine:
         try:
             name = machine_name(device, torch.get_num_threads())
             with ThreadPoolExecutor(1, initializer=prepare_thread, initargs=(threads, "auto", link.device)) as thread:
-                host = thread.submit(rates.host_rate).result()
+                host = thread.submit(host_rate).result()
         finally:
             torch.set_num_threads(before)
-        return cls(host, *rates.link_rates(link), rates.device_rate(link.device), name, rates.compute_rate(link.device))
+        return cls(host, *link_rates(link), device_rate(link.device), name, compute_rate(link.device))
 
     def rate(self, resource: str) -> float:
         """Bytes or elements a second of a resource.
@@ -85,7 +113,7 @@ class Machine:
         rate: float = getattr(self, f"{resource}_rate")
         return rate
 
-    def seconds(self, task: Task) -> float:
+    def seconds(self, task: Work) -> float:
         """How long a task takes: its amount over the rate of its resource."""
         return task.amount / self.rate(task.resource)
 
@@ -103,7 +131,7 @@ class Machine:
             threads: as in :meth:`measure`.
 
         Raises:
-            ValueError: they are of other hardware or another number of threads, or not rates.
+            ValueError: they are of other hardware or another number of threads, or not
         """
         stored, here = cls.read(path), machine_name(device, threads)
         if stored.name != here:
@@ -118,7 +146,7 @@ class Machine:
             path: a file of :meth:`save`.
 
         Raises:
-            ValueError: they are not rates.
+            ValueError: they are not
         """
         try:
             stored = json.loads(Path(path).read_text())
@@ -137,8 +165,7 @@ def machine_name(device: torch.device | str, threads: int | None = None) -> str:
         threads: of the update on the CPU; ``None``: as many as :class:`grass.Offload` takes by itself.
     """
     name = f"{processor()}, {threads or host_threads(torch.device(device))} threads"
-    is_cuda = torch.device(device).type == "cuda"
-    return f"{name}, {torch.cuda.get_device_name(device) if is_cuda else torch.device(device).type}"
+    return f"{name}, {name_of(torch.device(device))}"
 
 
 def processor() -> str:
@@ -147,3 +174,79 @@ def processor() -> str:
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
+
+
+def host_rate() -> float:
+    """Elements a second of an AdamW step on the CPU, by the C++ kernel if it can be built."""
+    if not kernel.at_hand():
+        return _torch_rate(torch.device("cpu"), HOST_ROWS)
+    values, grad, exp_avg, exp_avg_sq = (torch.ones(HOST_ROWS, COLUMNS, dtype=torch.float32) for _ in range(4))
+    indices = torch.arange(HOST_ROWS)
+
+    def step() -> None:
+        batch = kernel.Batch(True)
+        batch.add(kernel.Weight(None, indices, 0, grad, values, exp_avg, exp_avg_sq, 1, 1e-3, 1.0))
+        batch.run(betas=(0.9, 0.999), eps=1e-8, maximize=False)
+
+    return values.numel() / _seconds(step)
+
+
+def device_rate(device: torch.device) -> float:
+    """Elements a second of ``torch.optim.AdamW(fused=True)`` on the device."""
+    return _torch_rate(device, DEVICE_ROWS if has_streams(device) else HOST_ROWS)
+
+
+def link_rates(link: Link) -> tuple[float, float]:
+    """Bytes a second from the device and to it, measured at the same time."""
+    options: dict[str, Any] = {"dtype": torch.float32}
+    device, host = (torch.ones(LEAST_BYTES // 4, device=place, **options) for place in (link.device, "cpu"))
+    link.down(device, host)  # once, to be ready
+    start = time.perf_counter()
+    link.down(device, host)
+    probed = LEAST_BYTES / (time.perf_counter() - start)
+    elements = int(min(MOST_BYTES, max(LEAST_BYTES, probed * SECONDS / 5))) // 4
+
+    def rate(copy: Callable[[Tensor, Tensor], None], source: Tensor, out: Tensor) -> float:
+        return source.nbytes / _seconds(lambda: copy(source, out))
+
+    with ThreadPoolExecutor(2) as threads:
+        made = [torch.ones(elements, device=device, **options) for device in (link.device, "cpu", "cpu", link.device)]
+        down = threads.submit(rate, link.down, *made[:2])
+        up = threads.submit(rate, link.up, *made[2:])
+        return down.result(), up.result()
+
+
+def compute_rate(device: torch.device) -> float:
+    """Floating-point operations a second of a large product: in bfloat16 on a GPU, in float32 on the CPU."""
+    side, dtype = (GPU_SIDE, torch.bfloat16) if has_streams(device) else (CPU_SIDE, torch.float32)
+    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+
+    def multiply() -> None:
+        a @ b
+        synchronize(device)
+
+    return 2 * a.shape[0] ** 3 / _seconds(multiply)
+
+
+def _torch_rate(device: torch.device, rows: int) -> float:
+    weight = torch.ones(rows, COLUMNS, dtype=torch.float32, device=device)
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+
+    def step() -> None:
+        optimizer.step()
+        synchronize(device)
+
+    return weight.numel() / _seconds(step)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The median time of work, repeated for :data:`SECONDS` and at least once, after one repetition that warms up."""
+    work()
+    times: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while not times or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return median(times)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grass.device import current_stream, has_streams, is_available, record_event
 from grass.kernels.layout import is_dense
-from grass.offload.staging import Staging
+from grass.machine.pinned_buffers import PinnedBuffers
 
 PIECE = 1 << 20
 """Bytes that a stand-in copies between two looks at the clock."""
@@ -38,33 +39,30 @@ class Link:
         bytes_up: bytes copied to the device so far.
 
     Raises:
-        ValueError: the device is neither a CPU nor a CUDA device, or a number is out of range.
+        ValueError: the device is neither a CPU nor an accelerator with streams, or a number is out of range.
     """
 
     def __init__(
         self, device: torch.device | str, bytes_per_second: float | None = None, slab_bytes: int = 64 << 20
     ) -> None:
-        if torch.device(device).type not in ("cpu", "cuda"):
-            raise ValueError(f"Invalid device={str(device)!r}. Must be a CPU or a CUDA device.")
+        if not _can_copy(torch.device(device)):
+            raise ValueError(f"Invalid device={str(device)!r}. Must be a CPU or an accelerator with streams.")
         self.device = _as_of_tensors(torch.device(device))
         if bytes_per_second is not None and (self.device.type != "cpu" or not bytes_per_second > 0):
             raise ValueError(f"Invalid {bytes_per_second=}. Must be > 0 and for a CPU, or None.")
         self.bytes_per_second, self.slab_bytes = bytes_per_second, slab_bytes
         self.bytes_down = self.bytes_up = 0
-        self._staging = Staging(self.device, slab_bytes) if self.device.type == "cuda" else None
+        self._pinned = PinnedBuffers(self.device, slab_bytes) if has_streams(self.device) else None
         self._down, self._up = _Pace(bytes_per_second), _Pace(bytes_per_second)
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> torch.Event | None:
         """A point in the caller's current stream that a copy can wait for; ``None`` on a CPU, which has no streams.
 
         Take it where the copy is queued: the copy may run in another thread, long after.
         """
-        if self.device.type == "cpu":
-            return None
-        event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
-        return event
+        return record_event(current_stream(self.device)) if has_streams(self.device) else None
 
-    def down(self, source: Tensor, out: Tensor, after: torch.cuda.Event | None = None) -> None:
+    def down(self, source: Tensor, out: Tensor, after: torch.Event | None = None) -> None:
         """Copy from the device to the host. Both tensors must live until this returns.
 
         Args:
@@ -77,26 +75,26 @@ class Link:
         """
         start = time.perf_counter()
         self._check(source, out, "source", "out")
-        if self._staging is not None:
-            self._staging.down(_bytes_of(source), _bytes_of(out), after)
+        if self._pinned is not None:
+            self._pinned.down(_bytes_of(source), _bytes_of(out), after)
         else:
             self._down.copy(_bytes_of(source), _bytes_of(out), start)
         self.bytes_down += source.nbytes
 
-    def peek(self, source: Tensor, after: torch.cuda.Event | None = None) -> Tensor:
+    def peek(self, source: Tensor, after: torch.Event | None = None) -> Tensor:
         """A few values of the device in host memory. They take the way :meth:`down`, but do not count as bytes of it.
 
         Args:
             source: on the device.
             after: as in :meth:`down`.
         """
-        if self._staging is None:
+        if self._pinned is None:
             return source
         out = torch.empty_like(source, device="cpu")
-        self._staging.down(_bytes_of(source), _bytes_of(out), after)
+        self._pinned.down(_bytes_of(source), _bytes_of(out), after)
         return out
 
-    def up(self, source: Tensor, out: Tensor, after: torch.cuda.Event | None = None) -> None:
+    def up(self, source: Tensor, out: Tensor, after: torch.Event | None = None) -> None:
         """Copy from the host to the device. Both tensors must live until this returns.
 
         Args:
@@ -110,8 +108,8 @@ class Link:
         """
         start = time.perf_counter()
         self._check(out, source, "out", "source")
-        if self._staging is not None:
-            self._staging.up(_bytes_of(source), _bytes_of(out), after)
+        if self._pinned is not None:
+            self._pinned.up(_bytes_of(source), _bytes_of(out), after)
         else:
             self._up.copy(_bytes_of(source), _bytes_of(out), start)
         self.bytes_up += source.nbytes
@@ -171,8 +169,12 @@ class _Pace:
         return now
 
 
+def _can_copy(device: torch.device) -> bool:
+    return device.type == "cpu" or (has_streams(device) and is_available(device))
+
+
 def _as_of_tensors(device: torch.device) -> torch.device:
-    """The device as tensors name it: CUDA devices with an index, the CPU without."""
+    """The device as tensors name it: accelerators with an index, the CPU without."""
     return torch.device("cpu") if device.type == "cpu" else torch.empty(0, device=device).device
 
 

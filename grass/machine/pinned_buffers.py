@@ -1,9 +1,11 @@
-"""Copies between a CUDA device and pageable host memory, through a ring of pinned buffers."""
+"""Copies between an accelerator and pageable host memory, through a ring of pinned buffers."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from grass.device import new_stream, on, record_event
 
 SLOTS = 4
 """Buffers of each direction: while some are on their way, the thread fills or empties another."""
@@ -11,11 +13,11 @@ ALIGNMENT = 512
 """Bytes that the size of a buffer is a multiple of."""
 
 
-class Staging:
-    """Two streams and two rings of pinned buffers, made once: pinning takes long and stops other CUDA calls.
+class PinnedBuffers:
+    """Two streams and two rings of pinned buffers, made once: pinning takes long and stops other calls of the device.
 
     Args:
-        device: the CUDA device.
+        device: the accelerator.
         slab_bytes: pinned memory for both directions, half each.
 
     Raises:
@@ -29,12 +31,12 @@ class Staging:
         slots = torch.split(_pinned(2 * SLOTS * size), size)
         self._size = size
         self._down, self._up = slots[:SLOTS], slots[SLOTS:]
-        self._down_stream, self._up_stream = _stream(device), _stream(device)
+        self._down_stream, self._up_stream = new_stream(device), new_stream(device)
 
-    def down(self, source: Tensor, out: Tensor, after: torch.cuda.Event | None) -> None:
+    def down(self, source: Tensor, out: Tensor, after: torch.Event | None) -> None:
         """Copy bytes, ``(n,)`` to ``(n,)``: up to ``SLOTS`` pieces ahead into pinned buffers, from there to ``out``."""
         sources, outs = torch.split(source, self._size), torch.split(out, self._size)
-        events: list[torch.cuda.Event] = []
+        events: list[torch.Event] = []
         if after is not None:
             self._down_stream.wait_event(after)
         for i, target in enumerate(outs):
@@ -45,12 +47,12 @@ class Staging:
             events[i].synchronize()
             target.copy_(self._down[i % SLOTS][: target.numel()])
 
-    def up(self, source: Tensor, out: Tensor, after: torch.cuda.Event | None) -> None:
+    def up(self, source: Tensor, out: Tensor, after: torch.Event | None) -> None:
         """Copy bytes, ``(n,)`` to ``(n,)``: each piece into a free pinned buffer, from there to ``out``.
 
         A source that is pinned itself is copied at once.
         """
-        events: list[torch.cuda.Event] = []
+        events: list[torch.Event] = []
         if after is not None:
             self._up_stream.wait_event(after)
         if source.is_pinned():
@@ -70,14 +72,8 @@ def _pinned(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream
-
-
-def _start(stream: torch.cuda.Stream, source: Tensor, out: Tensor) -> torch.cuda.Event:
+def _start(stream: torch.Stream, source: Tensor, out: Tensor) -> torch.Event:
     """Start a copy in a stream; one side is pinned. The event is its end."""
-    with torch.cuda.stream(stream):
+    with on(stream):
         out.copy_(source, non_blocking=True)
-    event: torch.cuda.Event = stream.record_event()
-    return event
+    return record_event(stream)

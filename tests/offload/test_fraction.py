@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from scipy.optimize import linprog
 
-from grass.offload.machine import Machine
-from grass.offload.placement import best_fraction, predicted, published_fraction, published_step
+from grass.machine.rates import Machine
+from grass.offload.fraction import best_fraction, predicted
 from grass.offload.tasks import Task
+from tests.offload.published import published_fraction, published_step
 
 RATES = st.floats(0.01, 100)
 

@@ -1,4 +1,8 @@
-"""Where offloaded state and host copies lie: in host memory, or in memory-mapped files that may exceed it."""
+"""Where offloaded state and host copies lie: in host memory, or in memory-mapped files that may exceed it.
+
+:func:`grass.stream` marks the parameters that lie on the host while their module computes on a device. Whoever copies
+their values to a device waits for their step first.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,27 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from grass.compact_mode.layer import CompactLayer
+from grass.offload.options import Offload
+from grass.options import Options, as_matrix, resolve_dim
 from grass.parallel.host_meshes import HostMeshes
 from grass.parallel.shards import is_sharded, local
+from grass.state.master import keeps_master
 from grass.state.schema import State
 
 SMALLEST = 1 << 16
 """Bytes from which a tensor goes to a file."""
+MARK = "_grass_on_host"
 
 
-class Home:
-    """Gives tensors a place in files of a directory. Without a directory it leaves them where they are.
+class HostStorage:
+    """Keeps tensors in files of a directory. Without a directory it leaves them where they are.
 
     The files are working memory, not a checkpoint: they are made when the optimizer steps first and go with it.
 
@@ -29,7 +39,7 @@ class Home:
         path: the directory, made if it is not there; ``None``: no files.
 
     Attributes:
-        meshes: how the ranks communicate about what lies here.
+        meshes: how the ranks communicate about what is stored.
 
     Raises:
         ValueError: the path is not a directory that can be written.
@@ -49,10 +59,10 @@ class Home:
         weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
 
     def check_room(self, nbytes: int, what: str = "offloaded state") -> None:
-        """Check that what will come home fits.
+        """Check that what will be stored fits.
 
         Args:
-            nbytes: how much will come.
+            nbytes: how much will be stored.
             what: its name in the error.
 
         Raises:
@@ -85,7 +95,7 @@ class Home:
         return flat.as_strided(tensor.shape, strides)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor, at home. Of a ``DTensor`` this rank's part is copied; the copy is a ``DTensor`` too."""
+        """A copy of a tensor, stored. Of a ``DTensor`` this rank's part is copied; the copy is a ``DTensor`` too."""
         own = local(tensor.detach())
         copy = self.empty_like(own).copy_(own)
         return self.shard(copy, tensor)
@@ -94,30 +104,30 @@ class Home:
         """``own``, as a ``DTensor`` if ``like`` is one."""
         return self.meshes.shard(own, like) if is_sharded(like) else own
 
-    def bring(self, state: State) -> None:
+    def to_host_(self, state: State) -> None:
         """Move all tensors of a state to host memory, in place."""
         for key, value in state.items():
             if isinstance(value, Tensor) and (value.device.type != "cpu" or is_sharded(value)):
                 state[key] = self.shard(to_host(local(value)), value)
 
-    def settle(self, state: State, at_home: dict[str, Tensor]) -> None:
-        """Bring the tensors of a state home.
+    def store_(self, state: State, stored: dict[str, Tensor]) -> None:
+        """Store the tensors of a state, in place.
 
         Args:
-            state: gets tensors that are at home in place of those that a step has made.
-            at_home: those that were brought before, by key; updated.
+            state: gets stored tensors in place of those that a step has made.
+            stored: those that were stored before, by key; updated.
         """
         if self._directory is None:
             return
         for key, value in state.items():
             if key == "master":  # has been here from the beginning, or is small
                 continue
-            if isinstance(value, Tensor) and value.nbytes >= SMALLEST and at_home.get(key) is not value:
-                held = at_home.get(key)
+            if isinstance(value, Tensor) and value.nbytes >= SMALLEST and stored.get(key) is not value:
+                held = stored.get(key)
                 fits = held is not None and same_layout(held, value)
-                at_home[key] = state[key] = held.copy_(value) if fits and held is not None else self.copy(value)
-        for key in set(at_home) - set(state):
-            del at_home[key]
+                stored[key] = state[key] = held.copy_(value) if fits and held is not None else self.copy(value)
+        for key in set(stored) - set(state):
+            del stored[key]
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
@@ -153,3 +163,65 @@ def to_host(tensor: Tensor) -> Tensor:
 def same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors agree in shape, strides and dtype."""
     return (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def bytes_on_host(p: Tensor, layer: CompactLayer | None, options: Options, offload: Offload) -> int:
+    """Bytes that a parameter's copies, moments and bank take on this rank's host. Moments are counted as float32.
+
+    A parameter that lies there already (:mod:`grass.streaming`) has no copies but its master.
+    """
+    p = local(p.detach())
+    weight = p if layer is None else local(layer.weight.detach())
+    has_master = offload.has_master(p) or (keeps_master(p) and not options.projects(p))
+    copies = 4 * p.numel() * has_master if layer is None else weight.nbytes
+    if not is_on_host(p):
+        copies += p.nbytes
+    elif layer is not None:
+        copies = 0
+    values = p.numel()
+    if layer is None and options.projects(p):
+        matrix = as_matrix(p)
+        size = matrix.shape[resolve_dim(options.dim, matrix)]
+        values = p.numel() // max(size, 1) * options.selected(size)
+    bank = 0
+    if options.state_policy == "bank" and (layer is not None or options.projects(p)):
+        bank = 2 * weight.numel() * getattr(torch, options.bank_dtype).itemsize
+    return copies + 8 * values + bank
+
+
+def mark_on_host(parameter: Tensor) -> None:
+    """Say that a parameter lies on the host while its module computes on a device."""
+    setattr(parameter, MARK, _Ending())
+
+
+def unmark_on_host(parameter: Tensor) -> None:
+    """The opposite of :func:`mark_on_host`."""
+    if is_on_host(parameter):
+        delattr(parameter, MARK)
+
+
+def is_on_host(parameter: Tensor) -> bool:
+    """Whether a parameter is marked."""
+    return hasattr(parameter, MARK)
+
+
+def note_step(parameter: Tensor, wait: Callable[[], object]) -> None:
+    """Note how to wait for the step of a parameter that is marked."""
+    if is_on_host(parameter):
+        setattr(parameter, MARK, _Ending(wait))
+
+
+def wait_for_step(parameter: Tensor) -> None:
+    """Wait for the step of a marked parameter, from any thread. Raises what the step raised."""
+    if (ending := getattr(parameter, MARK, None)) is not None and ending.wait is not None:
+        ending.wait()
+
+
+class _Ending:
+    """How to wait for a step. Copies have nothing to wait for."""
+
+    def __init__(self, wait: Callable[[], object] | None = None) -> None:
+        self.wait = wait
+
+    def __reduce__(self) -> tuple[type[_Ending], tuple[()]]:
+        return _Ending, ()

@@ -19,7 +19,7 @@ from grass.stepping.scratch import ScratchPool
 
 
 @dataclass
-class WholeStep:
+class OptimizerStep:
     """A step from its first to its last parameter. Both ways to step use it, so their results are equal.
 
     Attributes:
@@ -43,6 +43,10 @@ class WholeStep:
     chosen: list[Tensor] = field(default_factory=list)
     stepped: set[int] = field(default_factory=set)
     options: dict[int, Options] = field(default_factory=dict)
+
+    def part(self, ranks: Ranks) -> OptimizerStep:
+        """An empty step for some of the parameters, in a thread of its own."""
+        return OptimizerStep({}, {}, ranks, Background(), {})
 
     def advance(self, group: dict[str, Any], parameters: Iterable[tuple[int, Tensor]]) -> None:
         """Step those parameters of a group that have a gradient; each is given with its position."""

@@ -165,5 +165,5 @@ def test_parameters_in_unusual_places(mode: str, as_one: bool) -> None:
         results.append((losses, dict(model.state_dict()), free.detach().clone(), hidden))
         if offload is not None:
             assert optimizer.offload is not None
-            assert not optimizer.offload._gate.guards(free)
+            assert not optimizer.offload._hooks.guards(free)
     assert same(*results)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grass import GrassAdamW, Offload
-from grass.offload.gate import _Nothing
+from grass.offload.forward_hooks import _Nothing
 from tests.experts.models import OUTER, Experts
 from tests.experts.models import train as train_experts
 from tests.offload.models import DENSE_MODES, EVERY_MODE, SLOW, evaluated, optimizer_for, step, steps
@@ -45,11 +45,11 @@ def test_which_modules_have_hooks(tiny_llama: Build) -> None:
     hooks = torch.nn.modules.module._global_forward_pre_hooks
     assert len(hooks) == 0  # the search has ended
     assert optimizer.offload is not None
-    gate = optimizer.offload._gate
-    order = gate.order(list(model.parameters()))
+    hooks = optimizer.offload._hooks
+    order = hooks.order(list(model.parameters()))
     last = [p for layer in model.model.layers for p in layer.parameters()]
     assert all(map(torch.equal, order[-len(last) :], last))
-    del optimizer, gate
+    del optimizer, hooks
     gc.collect()
     assert hooked(model) == []
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from grass.offload import link as module
-from grass.offload import staging
-from grass.offload.link import Link
+from grass.machine import link as module
+from grass.machine import pinned_buffers
+from grass.machine.link import Link
 
 PIECE = module.PIECE
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool]
@@ -180,16 +180,18 @@ class LateEvent:
 
 @pytest.mark.parametrize("late", [True, False], ids=["late", "drawn"])
 @pytest.mark.parametrize("direction", ["down", "up"])
-@given(quarters=st.integers(0, 12 * staging.SLOTS), data=st.data())
+@given(quarters=st.integers(0, 12 * pinned_buffers.SLOTS), data=st.data())
 def test_pinned_rings(direction, late, quarters, data):
     """Copies run as late as possible, or at drawn times; every buffer is read before it is written again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "_pinned", lambda size: torch.full((size,), 255, dtype=torch.uint8))
-        patch.setattr(staging, "_stream", lambda device: LateStream(lambda: not late and data.draw(st.booleans())))
-        patch.setattr(staging, "_start", lambda stream, source, out: stream.start(source, out))
-        rings = staging.Staging(torch.device("cpu"), 2 * staging.SLOTS * staging.ALIGNMENT)
+        patch.setattr(pinned_buffers, "_pinned", lambda size: torch.full((size,), 255, dtype=torch.uint8))
+        patch.setattr(
+            pinned_buffers, "new_stream", lambda device: LateStream(lambda: not late and data.draw(st.booleans()))
+        )
+        patch.setattr(pinned_buffers, "_start", lambda stream, source, out: stream.start(source, out))
+        rings = pinned_buffers.PinnedBuffers(torch.device("cpu"), 2 * pinned_buffers.SLOTS * pinned_buffers.ALIGNMENT)
         for _ in range(2):
-            size = quarters * staging.ALIGNMENT // 4 + data.draw(st.integers(0, 3))
+            size = quarters * pinned_buffers.ALIGNMENT // 4 + data.draw(st.integers(0, 3))
             source, out = torch.randint(0, 255, (size,), dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
             getattr(rings, direction)(source, out, None)
             assert torch.equal(out, source)
@@ -200,7 +202,7 @@ def test_pinned_rings(direction, late, quarters, data):
 
 def test_slab_must_hold_the_rings():
     with pytest.raises(ValueError, match=r"Invalid slab_bytes=4095\. Must be >= 4096"):
-        staging.Staging(torch.device("cpu"), 4095)
+        pinned_buffers.PinnedBuffers(torch.device("cpu"), 4095)
 
 
 @pytest.mark.gpu

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from grass import Offload
-from grass.offload import threads
-from grass.offload.threads import bound_cpus, check_node, host_threads, node_of, nodes, physical_cores
+from grass.machine import numa
+from grass.machine.numa import bound_cpus, check_node, host_threads, node_of, nodes, physical_cores
 from tests.offload.training import build, same, train
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda:0")
@@ -31,7 +31,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     on_card(tmp_path, "1")
     card = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x4B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(threads, "_allowed", lambda: ALL)
+    monkeypatch.setattr(numa, "_allowed", lambda: ALL)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     return tmp_path
 
@@ -53,10 +53,10 @@ def test_nodes_and_cores(root: Path) -> None:
 def test_threads_are_the_cores_of_the_node_of_the_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_of(CARD, root) == 1
     assert host_threads(CARD, root=root) == 4
-    monkeypatch.setattr(threads, "_allowed", lambda: frozenset({4, 5, 12, 0, 1, 2}))
+    monkeypatch.setattr(numa, "_allowed", lambda: frozenset({4, 5, 12, 0, 1, 2}))
     assert host_threads(CARD, root=root) == 2
     assert host_threads(CARD, 0, root=root) == 3
-    monkeypatch.setattr(threads, "_allowed", lambda: frozenset({0, 1, 2}))  # none on the node of the device
+    monkeypatch.setattr(numa, "_allowed", lambda: frozenset({0, 1, 2}))  # none on the node of the device
     assert host_threads(CARD, root=root) == 3
 
 
@@ -104,7 +104,7 @@ def test_bound_processors(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bound_cpus(CARD, None, root) == frozenset()
     assert bound_cpus(CARD, "auto", root) == nodes(root)[1]
     assert bound_cpus(CPU, 0, root) == nodes(root)[0]
-    monkeypatch.setattr(threads, "_allowed", lambda: frozenset({0, 1, 4}))
+    monkeypatch.setattr(numa, "_allowed", lambda: frozenset({0, 1, 4}))
     assert bound_cpus(CARD, "auto", root) == {4}
 
 
@@ -118,7 +118,7 @@ def test_a_node_that_is_not_there(root: Path, monkeypatch: pytest.MonkeyPatch) -
     check_node(1, root)
     with pytest.raises(ValueError, match="Invalid numa=2: the nodes that this process may use are 0, 1"):
         check_node(2, root)
-    monkeypatch.setattr(threads, "_allowed", lambda: frozenset({0}))
+    monkeypatch.setattr(numa, "_allowed", lambda: frozenset({0}))
     with pytest.raises(ValueError, match="Invalid numa=1: the nodes that this process may use are 0"):
         check_node(1, root)
 
@@ -140,13 +140,13 @@ def test_only_the_thread_of_the_host_is_bound(monkeypatch: pytest.MonkeyPatch) -
     """Results do not depend on it."""
     node, cpus = next(iter(nodes().items()))
     one = frozenset([min(cpus & os.sched_getaffinity(0))])
-    monkeypatch.setattr(threads, "bound_cpus", lambda device, numa: one if numa == node else frozenset())
+    monkeypatch.setattr(numa, "bound_cpus", lambda device, numa: one if numa == node else frozenset())
     before, used = os.sched_getaffinity(0), []
 
     def noted(threads_: int | None) -> None:
         used.append((threading.current_thread().name, os.sched_getaffinity(0), threads_))
 
-    monkeypatch.setattr(threads, "use_threads", noted)
+    monkeypatch.setattr(numa, "use_threads", noted)
     resident, offloaded = build("compact"), build("compact", offload=Offload(numa=node))
     assert train(*resident, 5) == train(*offloaded, 5)
     assert offloaded[1].offload is not None
@@ -158,7 +158,7 @@ def test_only_the_thread_of_the_host_is_bound(monkeypatch: pytest.MonkeyPatch) -
 
 def test_threads_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int | None] = []
-    monkeypatch.setattr(threads, "use_threads", used.append)
+    monkeypatch.setattr(numa, "use_threads", used.append)
     model, optimizer = build("full", offload=Offload(threads=1, overlap=False))
     train(model, optimizer, 2)
     assert used == [1]

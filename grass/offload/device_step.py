@@ -1,4 +1,4 @@
-"""Parameters that the device steps itself: their state visits the device for the step and goes back to the host.
+"""Parameters that the device steps itself: their state goes to the device for the step and back to the host.
 
 This is how Deep Optimizer States (Maurya et al., 2024, arXiv 2410.21316) uses a device that would otherwise wait for
 the host. Weights, gradients and active rows stay where they are. Moments go up and come down again; a bank stays on
@@ -13,26 +13,26 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
-from grass.offload.given import Given
-from grass.offload.home import Home, same_layout
-from grass.offload.link import Link
-from grass.offload.masters import master_of
-from grass.offload.replicas import Stage
+from grass.machine.link import Link
+from grass.offload.host_copies import master_of
+from grass.offload.host_storage import HostStorage, same_layout
+from grass.offload.progress import GradientSnapshot, Stage
 from grass.parallel.shards import local
 from grass.state.schema import HOST_KEYS, State
 from grass.stepping.masters import step_master
-from grass.stepping.whole import WholeStep
+from grass.stepping.optimizer_step import OptimizerStep
 
 
-class Visit:
+class DeviceStep:
     """One step of one parameter on the device.
 
     Args:
         parameter: on the device.
         state: its state, whose tensors are in host memory.
         layer: the converted layer whose active rows it has.
-        home: where its state lies.
-        has_master: whether its float32 master visits the device too, and is stepped in its place.
+        storage: where its state lies.
+        counts_on_host: whether its step count stays in host memory, where the step reads it.
+        has_master: whether its float32 master goes to the device too, and is stepped in its place.
         is_current: whether nothing has changed the parameter since it was rounded from the state's master.
 
     Attributes:
@@ -45,12 +45,14 @@ class Visit:
         parameter: Tensor,
         state: State,
         layer: CompactLayer | None,
-        home: Home,
+        storage: HostStorage,
         *,
+        counts_on_host: bool = False,
         has_master: bool = False,
         is_current: bool = False,
     ) -> None:
-        self._layer, self._home, self._has_master, self._is_current = layer, home, has_master, is_current
+        self._layer, self._storage, self._has_master, self._is_current = layer, storage, has_master, is_current
+        self._staying = HOST_KEYS | {"step"} if counts_on_host else HOST_KEYS
         if layer is not None and layer.sketch is not None:
             layer.gathered = layer.end_sketch()  # where the loop's zero_grad() cannot drop it
         self._values = parameter.detach()  # keeps the gradient when the loop drops it
@@ -59,7 +61,7 @@ class Visit:
         if has_master:
             self.parameter = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
         assert self._values.grad is not None
-        self._given = Given(parameter, local(self._values.grad))
+        self._snapshot = GradientSnapshot(parameter, local(self._values.grad))
         self._state = state
         self._there: dict[str, Any] = {}
         self.stage = Stage.QUEUED
@@ -67,21 +69,21 @@ class Visit:
     def up(self, link: Link) -> None:
         """Bring the state to the device."""
         if self._has_master and not (self._is_current and "master" in self._state):
-            self._state["master"] = master_of(self._values, self._home, self._state)
+            self._state["master"] = master_of(self._values, self._storage, self._state)
         self._there = dict(self._state)
-        for key in _travelling(self._state):
+        for key in _travelling(self._state, self._staying):
             source = self._state[key]
             self._there[key] = torch.empty_like(source, device=self._values.device)
             link.up(source, self._there[key], link.mark())
 
-    def step(self, whole: WholeStep, group: dict[str, Any], position: int) -> None:
+    def step(self, whole: OptimizerStep, group: dict[str, Any], position: int) -> None:
         """Step the parameter with the state that has come.
 
         Raises:
             RuntimeError: the gradient was changed in place since ``optimizer.step``.
         """
         assert self._values.grad is not None
-        self._given.check(self._values.grad)
+        self._snapshot.check(self._values.grad)
         self.stage = Stage.STEPPING
         whole.states[self.parameter] = self._there
         if self._has_master:
@@ -95,15 +97,15 @@ class Visit:
 
     def down(self, link: Link) -> None:
         """Bring the state back. It may have other tensors than before: a selection replaces them."""
-        mark, home = link.mark(), dict(self._there)
-        for key in _travelling(self._there):
+        mark, state = link.mark(), dict(self._there)
+        for key in _travelling(self._there, self._staying):
             came, held = self._there[key], self._state.get(key)
             if held is None or not same_layout(held, came):
-                held = self._home.empty_like(came)
+                held = self._storage.empty_like(came)
             link.down(came, held, mark)
-            home[key] = held
+            state[key] = held
         self._state.clear()
-        self._state.update(home)
+        self._state.update(state)
         self.stage, self._there, self._values.grad = Stage.ARRIVED, {}, None
 
     def rescue(self, link: Link) -> None:
@@ -111,7 +113,7 @@ class Visit:
         if self.stage is Stage.STEPPED:
             self.down(link)
 
-    def _step_master(self, whole: WholeStep, group: dict[str, Any], position: int) -> None:
+    def _step_master(self, whole: OptimizerStep, group: dict[str, Any], position: int) -> None:
         self.parameter.data = master = self._there.pop("master")
         assert self._values.grad is not None
         step_master(whole, group, position, self.parameter, self._values.grad, self._values.data)
@@ -120,8 +122,8 @@ class Visit:
 
 def state_bytes(state: State) -> int:
     """Bytes of a state that travel, each way."""
-    return sum(state[key].nbytes for key in _travelling(state))
+    return sum(state[key].nbytes for key in _travelling(state, HOST_KEYS))
 
 
-def _travelling(state: State) -> list[str]:
-    return [key for key, value in state.items() if isinstance(value, Tensor) and key not in HOST_KEYS]
+def _travelling(state: State, staying: frozenset[str]) -> list[str]:
+    return [key for key, value in state.items() if isinstance(value, Tensor) and key not in staying]

@@ -1,6 +1,6 @@
 """Where the next forward waits for values that are still on their way.
 
-Active rows of converted layers need no gate: their layer waits when it is used. Other parameters wait at the entry of a
+Active rows of converted layers need no hook: their layer waits when it is used. Other parameters wait at the entry of a
 module, found in the first forward:
 
 - a *block*, an item of the outermost ``ModuleList`` or ``Sequential`` that has run, waits for all parameters in it;
@@ -32,7 +32,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.sync import copy_parameters_last
+from grass.compact_mode.synced_rows import copy_parameters_last
 from grass.parallel.shards import is_sharded
 
 Parameters = dict[Tensor, None]
@@ -40,7 +40,7 @@ Parameters = dict[Tensor, None]
 
 
 class Awaited(Protocol):
-    """What modules wait for: :class:`grass.offload.engine.Engine`."""
+    """What modules wait for: :class:`grass.offload.host_optimizer.HostOptimizer`."""
 
     def finish(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Wait for parameters."""
@@ -52,7 +52,7 @@ class Awaited(Protocol):
         """Wait before they are saved."""
 
 
-class Gate:
+class ForwardHooks:
     """Makes modules wait for their parameters.
 
     Args:
@@ -76,8 +76,8 @@ class Gate:
             reference = weakref.ref(self)
 
             def search(module: nn.Module, args: Any) -> None:
-                if (gate := reference()) is not None:
-                    gate._found(module)
+                if (hooks := reference()) is not None:
+                    hooks._found(module)
 
             untraced: Callable[..., None] = torch.compiler.disable(search, reason="it waits for the host")  # type: ignore[no-untyped-call]
             self._search = register_module_forward_pre_hook(untraced)
@@ -167,17 +167,17 @@ class Gate:
 
 
 class _Hook:
-    """Waits for parameters. It does not keep the gate alive. Copying it waits for all; the copy waits for nothing.
+    """Waits for parameters. It does not keep the hooks alive. Copying it waits for all; the copy waits for nothing.
 
     Args:
-        gate: what waits.
+        hooks: what waits.
         number: of the set of parameters.
         is_block: whether it is the hook of a block.
         in_graph: compiled code skips this hook, because the compiled module has waited before.
     """
 
-    def __init__(self, gate: Gate, number: int, *, is_block: bool = False, in_graph: bool = False) -> None:
-        self._gate, self._number = weakref.ref(gate), number
+    def __init__(self, hooks: ForwardHooks, number: int, *, is_block: bool = False, in_graph: bool = False) -> None:
+        self._hooks, self._number = weakref.ref(hooks), number
         self._is_block, self._in_graph = is_block, in_graph
 
     def __call__(self, *unused: Any, **also_unused: Any) -> None:
@@ -186,13 +186,13 @@ class _Hook:
 
     @torch.compiler.disable(reason="it waits for the host")  # type: ignore[no-untyped-call, untyped-decorator]
     def _pass(self) -> None:
-        if (gate := self._gate()) is not None:
-            gate.pass_by(self._number, is_block=self._is_block)
+        if (hooks := self._hooks()) is not None:
+            hooks.pass_by(self._number, is_block=self._is_block)
 
     def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
         """Modules copy their hooks first (:func:`copy_parameters_last`), so values arrive before they are copied."""
-        if (gate := self._gate()) is not None:
-            gate.settle(None)
+        if (hooks := self._hooks()) is not None:
+            hooks.settle(None)
         return _Nothing, ()
 
 
@@ -200,19 +200,19 @@ class _Saving(_Hook):
     """Waits for parameters before they are saved."""
 
     def __call__(self, *unused: Any, **also_unused: Any) -> None:
-        if (gate := self._gate()) is not None:
-            gate.settle(self._number)
+        if (hooks := self._hooks()) is not None:
+            hooks.settle(self._number)
 
 
 class _Loading(_Hook):
     """Waits for parameters before they are loaded."""
 
     def __call__(self, *unused: Any, **also_unused: Any) -> None:
-        if (gate := self._gate()) is not None:
-            gate.settle(self._number, loads=True)
+        if (hooks := self._hooks()) is not None:
+            hooks.settle(self._number, loads=True)
 
 
-class Arriving:
+class ActiveRowsHook:
     """Waits for the active rows of a layer; the layer calls it before it reads its values.
 
     Args:

@@ -1,19 +1,36 @@
-"""A gradient as ``optimizer.step`` was given it: the host reads it later, and notices if it has changed by then."""
+"""A step on its way: how far each parameter has come, and whether something has changed it or its gradient since."""
 
 from __future__ import annotations
+
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from grass.kernels.layout import is_dense
-from grass.offload.link import Link
+from grass.machine.link import Link
 from grass.parallel.shards import local
 
 SAMPLED = 64
 """Values of a gradient that are compared."""
 
 
-class Given:
+class Stage(Enum):
+    """How far a parameter has come in a step. Each is noted when the work before it has ended."""
+
+    QUEUED = "nothing has changed"
+    STEPPING = "the host changes its state"
+    STEPPED = "the host has its new values"
+    GIVEN = "the new values have come up"
+    ARRIVING = "they take their place"
+    ARRIVED = "the step has ended"
+
+
+class Changed(RuntimeError):
+    """A parameter was changed while its step was on its way."""
+
+
+class GradientSnapshot:
     """What a gradient was.
 
     A change in place is seen by the gradient's version. One through ``.data`` has no version: it is seen by values of
@@ -28,7 +45,7 @@ class Given:
         self._grad, self._version, self._shape = grad, grad._version, tuple(parameter.shape)
         self._sample = _sample(grad)
 
-    def check(self, values: Tensor, link: Link | None = None, mark: torch.cuda.Event | None = None) -> None:
+    def check(self, values: Tensor, link: Link | None = None, mark: torch.Event | None = None) -> None:
         """Check that the gradient is still what it was.
 
         Args:
@@ -47,6 +64,11 @@ class Given:
                 f"The gradient of a parameter of shape {self._shape} was changed in place before the step had read it: "
                 "call zero_grad(set_to_none=True), its default, or optimizer.offload.finish() before"
             )
+
+
+def stamp_of(parameter: Tensor) -> tuple[int, int]:
+    """Differs after any change of a parameter that PyTorch can see."""
+    return parameter._version, local(parameter.detach()).data_ptr()
 
 
 def _sample(grad: Tensor) -> Tensor:
