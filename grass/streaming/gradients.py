@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from grass.kernels.layout import is_dense
+from grass.machine.link import Link
 from grass.offload.executor import Executor
-from grass.offload.home import host_like
-from grass.offload.link import Link
+from grass.offload.host_storage import host_like
 from grass.offload.tasks import Task
 
 
-class Gradients:
+class HostGradients:
     """Brings gradients down and adds them to those of the parameters, in a thread of its own.
 
     When ``backward()`` returns, all have arrived.
@@ -92,7 +92,7 @@ class _Arrive(torch.autograd.Function):
     """A parameter's values on the device; backward sends the gradient to the host."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, there: Tensor, gradients: Gradients) -> Tensor:
+    def forward(ctx: Any, parameter: nn.Parameter, there: Tensor, gradients: HostGradients) -> Tensor:
         """The values on the device."""
         ctx.parameter, ctx.gradients = parameter, gradients
         return there.view_as(there)

@@ -9,17 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
+from grass.device import accelerator, free_bytes, has_streams, is_available
+from grass.machine.link import Link
 from grass.offload.executor import Executor
-from grass.offload.home import Home
-from grass.offload.link import Link
+from grass.offload.host_storage import HostStorage
 from grass.offload.options import Offload
-from grass.streaming.boundary import Boundaries
-from grass.streaming.gradients import Gradients
-from grass.streaming.host import HostUnit
-from grass.streaming.loader import AHEAD, Counts, Loader
-from grass.streaming.turns import Turns
-from grass.streaming.unit import Streamed, Visits, plain_class, streamed_class
+from grass.streaming.activations import HostActivations
+from grass.streaming.block_forward import BlockForward, StreamedBlock, plain_class, streamed_class
+from grass.streaming.device_block import Counts
+from grass.streaming.gradients import HostGradients
+from grass.streaming.host_block import HostBlock
+from grass.streaming.micro_batches import MicroBatches
+from grass.streaming.prefetch import AHEAD, Prefetcher
 from grass.streaming.units import find_units
 
 SPARE = 0.5
@@ -28,7 +31,7 @@ SPARE = 0.5
 
 def stream(
     model: nn.Module,
-    device: torch.device | str = "cuda",
+    device: torch.device | str | None = None,
     *,
     cache: int | str = 0,
     units: Sequence[str] | None = None,
@@ -51,7 +54,7 @@ def stream(
 
     Args:
         model: a module on the CPU. Call :func:`grass.compact` before.
-        device: where the units compute.
+        device: where the units compute; ``None``: this machine's accelerator.
         cache: bytes of units that stay on the device, beside those that are on their way. ``"auto"``: half of the
             memory that is free now. Of their converted weights only the rows come again that a step has written; other
             parameters come again after each step.
@@ -78,31 +81,32 @@ def stream(
     """
     _check(model, cache, offload_activations)
     Offload(path=path, bytes_per_second=bytes_per_second, deadline=deadline)  # checks them
-    device, home = _device(device), Home(path)
+    device, storage = _device(device), HostStorage(path)
     found = find_units(model, units)
     shared = _shared(model, list(found.values()))
     if compiled := [name for name, unit in found.items() if unit._compiled_call_impl is not None]:
         raise ValueError(f"{compiled[0]!r} is compiled: call its compile() after grass.stream()")
-    hosts = [HostUnit(name, module, shared) for name, module in found.items()]
+    hosts = [HostBlock(name, module, shared) for name, module in found.items()]
     link = Link(device, bytes_per_second=bytes_per_second)
     executor = Executor(("up", "down"), deadline=deadline)
-    _check_room(hosts, home, in_files=path is not None)
+    _check_room(hosts, storage, in_files=path is not None)
     _move_others(model, hosts, link.device)
     if cache == "auto":
-        cache = int(SPARE * torch.cuda.mem_get_info(link.device)[0]) if link.device.type == "cuda" else 0
+        cache = int(SPARE * free_bytes(link.device)) if has_streams(link.device) else 0
     assert isinstance(cache, int)
-    loader, gradients, turns = Loader(hosts, link, executor, cache), Gradients(link, executor), Turns()
-    boundaries = Boundaries(link, executor) if offload_activations else None
+    prefetcher, gradients = Prefetcher(hosts, link, executor, cache), HostGradients(link, executor)
+    micro_batches = MicroBatches()
+    activations = HostActivations(link, executor) if offload_activations else None
     for number, unit in enumerate(hosts):
         if path is not None:
-            unit.put_into_files(home)
-        if link.device.type == "cuda":
+            unit.put_into_files(storage)
+        if has_streams(link.device):
             unit.pin()
         unit.mark()
         module: Any = unit.module
-        module._visits = Visits(number, unit, loader, gradients, boundaries, turns)
+        module._block_forward = BlockForward(number, unit, prefetcher, gradients, activations, micro_batches)
         module.__class__ = streamed_class(type(module))  # type: ignore[arg-type]  # mypy: type[Any] is no Hashable
-    return Stream(hosts, loader, turns)
+    return Stream(hosts, prefetcher, micro_batches)
 
 
 class Stream:
@@ -110,11 +114,11 @@ class Stream:
 
     Attributes:
         units: on the host, in order.
-        counts: loads, bytes and seconds so far (:class:`grass.streaming.loader.Counts`).
+        counts: loads, bytes and seconds so far (:class:`grass.streaming.device_block.Counts`).
     """
 
-    def __init__(self, units: list[HostUnit], loader: Loader, turns: Turns) -> None:
-        self.units, self._loader, self._turns = units, loader, turns
+    def __init__(self, units: list[HostBlock], prefetcher: Prefetcher, micro_batches: MicroBatches) -> None:
+        self.units, self._prefetcher, self._micro_batches = units, prefetcher, micro_batches
 
     def step(self, microbatches: Sequence[Any], loss_fn: Callable[[Any], Tensor]) -> Tensor:
         """Forward and backward of several micro-batches, all of them through one unit before the next one comes.
@@ -144,28 +148,28 @@ class Stream:
             raise ValueError(f"Invalid {microbatches=}: must be at least one")
         if not torch.is_grad_enabled():
             raise RuntimeError("stream.step runs backward, and gradients are disabled here")
-        if not isinstance(self.units[0].module, Streamed):
+        if not isinstance(self.units[0].module, StreamedBlock):
             raise RuntimeError("The stream is closed")
-        losses = self._turns.run(microbatches, loss_fn, self._loader.device)
+        losses = self._micro_batches.run(microbatches, loss_fn, self._prefetcher.device)
         return torch.stack(losses).sum()
 
     @property
     def counts(self) -> Counts:
         """What was copied so far."""
-        return self._loader.counts
+        return self._prefetcher.counts
 
     def close(self) -> None:
         """Make the units ordinary modules again. They stay on the host."""
         with suppress(RuntimeError):  # a copy has failed before
-            self._loader.rest()
-        self._loader.clear()
+            self._prefetcher.rest()
+        self._prefetcher.clear()
         for unit in self.units:
             unit.wait()
             module: Any = unit.module
-            if not isinstance(module, Streamed):
+            if not isinstance(module, StreamedBlock):
                 continue
             module.__class__ = plain_class(type(module))
-            for name in ("_visits", "_computing"):
+            for name in ("_block_forward", "_computing"):
                 vars(module).pop(name, None)
             unit.unmark()
 
@@ -177,7 +181,7 @@ class Stream:
         counts, size = self.counts, sum(unit.nbytes for unit in self.units)
         on_device = min(AHEAD + 1, len(self.units))
         text = (
-            f"Units: {len(self.units)} of {size / 1e9:.3g} GB in all, at most {on_device} on {self._loader.device} "
+            f"Units: {len(self.units)} of {size / 1e9:.3g} GB in all, at most {on_device} on {self._prefetcher.device} "
             f"beside the cache. Loads: {counts.loads}, {counts.bytes / 1e9:.3g} GB"
         )
         return f"{text}, {counts.hidden:.0%} of their time hidden" if counts.copying else text
@@ -186,7 +190,7 @@ class Stream:
 def _check(model: nn.Module, cache: Any, offload_activations: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
-    if any(isinstance(part, Streamed) for part in model.modules()):
+    if any(isinstance(part, StreamedBlock) for part in model.modules()):
         raise ValueError("The model is streamed already")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ValueError("A streamed model computes on one device: use FSDP2's CPUOffloadPolicy for several")
@@ -203,23 +207,25 @@ def _check(model: nn.Module, cache: Any, offload_activations: Any) -> None:
 
 def _device(device: Any) -> torch.device:
     """The device, if it is there."""
+    if device is None and (device := accelerator()).type == "cpu":
+        raise ValueError("Invalid device=None: PyTorch finds no accelerator here; device='cpu' streams to the CPU")
     if not isinstance(device, (str, torch.device)):
         raise TypeError(f"Invalid {device=}: must be a torch.device or its name")
     try:
         found = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"Invalid {device=}: must be 'cuda', 'cuda:1', ... or 'cpu'") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"Invalid device={str(found)!r}: PyTorch finds no CUDA device here")
+    if has_streams(found) and not is_available(found):
+        raise ValueError(f"Invalid device={str(found)!r}: PyTorch finds no such device here")
     return found
 
 
-def _check_room(units: list[HostUnit], home: Home, *, in_files: bool) -> None:
+def _check_room(units: list[HostBlock], storage: HostStorage, *, in_files: bool) -> None:
     """Check that gradients fit into host memory, and frozen tensors into files."""
     trained = {id(p): p.nbytes for unit in units for p in unit.trained() if p.requires_grad}
-    Home(None).check_room(sum(trained.values()), "the gradient of a streamed model")
+    HostStorage(None).check_room(sum(trained.values()), "the gradient of a streamed model")
     if in_files:
-        home.check_room(sum(tensor.nbytes for unit in units for tensor in unit.frozen()), "streamed weights")
+        storage.check_room(sum(tensor.nbytes for unit in units for tensor in unit.frozen()), "streamed weights")
 
 
 def _shared(model: nn.Module, units: list[nn.Module]) -> set[int]:
@@ -239,11 +245,16 @@ def _shared(model: nn.Module, units: list[nn.Module]) -> set[int]:
     return shared
 
 
-def _move_others(model: nn.Module, units: list[HostUnit], device: torch.device) -> None:
+def _move_others(model: nn.Module, units: list[HostBlock], device: torch.device) -> None:
     """Move all tensors to the device that do not travel."""
     staying: set[int] = {id(place.get()) for unit in units for place in (*unit.places, *unit.active)}
 
     def move(tensor: Tensor) -> Tensor:
         return tensor if id(tensor) in staying else tensor.to(device)
 
+    if not torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device)):
+        for p in model.parameters():  # _apply would make new ones, and the optimizer would step the old ones
+            if id(p) not in staying:
+                moved = nn.Parameter(p.detach().to(device), p.requires_grad)
+                swap_tensors(p, moved)  # type: ignore[no-untyped-call]
     model._apply(move)  # type: ignore[no-untyped-call]

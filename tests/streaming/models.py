@@ -48,10 +48,12 @@ class Network(nn.Module):
         return logits
 
 
-def build(mode: str, *, streamed: bool, offload: Any = None, stream: Any = None, **options: Any) -> tuple[Any, Any]:
+def build(
+    mode: str, *, streamed: bool, offload: Any = None, stream: Any = None, device: str = "cpu", **options: Any
+) -> tuple[Any, Any]:
     """A network and its optimizer; the same values for all ways to run it. ``stream``: what ``grass.stream`` takes."""
     torch.manual_seed(0)
-    model: nn.Module = Network(checkpointed=not streamed)
+    model: nn.Module = Network(checkpointed=not streamed).to("cpu" if streamed else device)
     common: dict[str, Any] = {"lr": 3e-2, "offload": offload}
     half, int8 = mode == "compact over bf16", mode == "compact over int8"
     if mode == "full":
@@ -65,23 +67,25 @@ def build(mode: str, *, streamed: bool, offload: Any = None, stream: Any = None,
         grass.compact(model, **chosen, dtype=torch.float32 if half else None, weights="int8" if int8 else None)
         optimizer = GrassAdamW(model, **common, **{"update_interval": 4, **options})
     if streamed:
-        model.handle = grass.stream(model, device="cpu", **(stream or {}))  # type: ignore[assignment]
+        model.handle = grass.stream(model, device=device, **(stream or {}))  # type: ignore[assignment]
     return model, optimizer
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, steps: int, first: int = 0, batches: int = 1) -> list[float]:
+def train(
+    model: Any, optimizer: torch.optim.Optimizer, steps: int, first: int = 0, batches: int = 1, clip: float = 1.0
+) -> list[float]:
     """The losses of an ordinary loop with clipping, a falling learning rate and micro-batches."""
-    losses = []
+    losses, device = [], model.embedding.weight.device
     for step in range(first, first + steps):
         torch.manual_seed(step)
         for group in optimizer.param_groups:
             group["lr"] = 3e-2 / (1 + step / 10)
         for _ in range(batches):
-            ids = torch.randint(32, (4, 8))
+            ids = torch.randint(32, (4, 8)).to(device)
             loss = nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten()) / batches
             loss.backward()
             losses.append(loss.item())
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
     return losses

@@ -23,7 +23,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a unit in another's module": ({"units": ["blocks.0", "blocks.0.up"]}, ValueError, "lie in each other"),
     "cache in words": ({"cache": "4GB"}, ValueError, "number of bytes"),
     "device that does not exist": ({"device": "gpu"}, ValueError, "device='gpu'"),
-    "device that is none": ({"device": None}, TypeError, "device=None"),
+    "device that is a number": ({"device": 3}, TypeError, "device=3"),
+    "no device where there is none": ({"device": None}, ValueError, "no accelerator"),
     "offload_activations of the wrong type": ({"offload_activations": "x"}, TypeError, "offload_activations='x'"),
     "path that is a file": ({"path": __file__}, ValueError, "path="),
     "path that is no path": ({"path": 3}, TypeError, "path=3"),
@@ -116,9 +117,11 @@ def test_parameters_added_later() -> None:
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="no CUDA device"):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    with pytest.raises(ValueError, match="no accelerator"):
         grass.stream(Network())
+    with pytest.raises(ValueError, match="no such device"):
+        grass.stream(Network(), "cuda")
 
 
 def test_a_streamed_model_is_not_converted() -> None:

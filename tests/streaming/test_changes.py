@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import grass
+from grass.machine.link import Link
 from grass.offload.executor import Executor
-from grass.offload.link import Link
 from grass.offload.tasks import Task
-from grass.streaming.host import HostUnit
-from grass.streaming.loader import Loader
-from grass.streaming.order import FORWARD
+from grass.streaming.host_block import HostBlock
+from grass.streaming.prefetch import FORWARD, Prefetcher
 from tests.compact.networks import compact_layers
 from tests.offload.models import optimizer_for
 from tests.offload.training import same
@@ -27,7 +26,7 @@ LIMIT = 600.0
 
 def test_a_weight_changed_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was copied before the change is not used."""
-    units = [HostUnit(str(i), nn.Linear(3, 2), set()) for i in range(4)]
+    units = [HostBlock(str(i), nn.Linear(3, 2), set()) for i in range(4)]
     weight: Any = units[1].module.weight
     copied, waited = threading.Event(), threading.Event()
     up, wait = Link.up, Executor.wait
@@ -45,12 +44,12 @@ def test_a_weight_changed_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Link, "up", slow)
     monkeypatch.setattr(Executor, "wait", waiting)
-    loader = Loader(units, Link("cpu"), Executor(("up",)), cache=0)
-    loader.use(0, FORWARD, probe=False)  # unit 1 begins to come
+    prefetcher = Prefetcher(units, Link("cpu"), Executor(("up",)), cache=0)
+    prefetcher.use(0, FORWARD, probe=False)  # unit 1 begins to come
     assert copied.wait(LIMIT)
     with torch.no_grad():
         weight.add_(1)
-    there = loader.use(1, FORWARD, probe=False)
+    there = prefetcher.use(1, FORWARD, probe=False)
     assert torch.equal(there[0], weight)
 
 

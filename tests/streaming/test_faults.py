@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import grass
+from grass.machine.link import Link
 from grass.offload.executor import Executor
-from grass.offload.in_place import InPlace
-from grass.offload.link import Link
+from grass.offload.host_copies import InPlace
 from tests.offload.test_faults import LIMIT, fail, in_time
 from tests.streaming.models import Block, Network, build, train
 
@@ -79,7 +79,7 @@ def test_a_copy_that_fails(
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_a_copy_that_hangs(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
-    executor: Any = model.handle._loader._executor
+    executor: Any = model.handle._prefetcher._executor
     executor.deadline = executor._state.deadline = 0.05  # from now on: what comes does not end
     free = threading.Event()
     monkeypatch.setattr(Link, direction, lambda *unused: free.wait(LIMIT))

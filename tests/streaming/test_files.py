@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import grass
-from grass.offload import home
-from grass.streaming import host
+from grass.offload import host_storage
+from grass.streaming import host_block
 from tests.offload.training import same
 from tests.streaming.models import Network, build, train
 from tests.streaming.test_parity import NORMS, assert_same_training
@@ -22,8 +22,8 @@ from tests.streaming.test_parity import NORMS, assert_same_training
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files for tensors as small as these models'."""
-    monkeypatch.setattr(home, "SMALLEST", 1)
-    monkeypatch.setattr(host, "SMALLEST", 1)
+    monkeypatch.setattr(host_storage, "SMALLEST", 1)
+    monkeypatch.setattr(host_block, "SMALLEST", 1)
 
 
 @pytest.mark.parametrize("offload", [None, "cpu"])
@@ -142,12 +142,12 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home, "free_memory", lambda: 100)
+    monkeypatch.setattr(host_storage, "free_memory", lambda: 100)
     with pytest.raises(MemoryError, match="gradient"):
         grass.stream(Network(), device="cpu")
     monkeypatch.undo()
     model, optimizer = build("full", streamed=True, offload="cpu")
-    monkeypatch.setattr(home, "free_memory", lambda: 100)
+    monkeypatch.setattr(host_storage, "free_memory", lambda: 100)
     with pytest.raises(MemoryError, match="offloaded state"):
         train(model, optimizer, 1)
     monkeypatch.undo()
@@ -155,18 +155,18 @@ def test_too_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_free_memory(tmp_path: Path) -> None:
-    assert home.free_memory(tmp_path) is None
+    assert host_storage.free_memory(tmp_path) is None
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 90 kB\nMemAvailable:   30 kB\nSwapFree: 10 kB\n")
-    assert home.free_memory(tmp_path) == 40 * 1024
+    assert host_storage.free_memory(tmp_path) == 40 * 1024
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (group / "memory.max").write_text("max\n")
     (group / "memory.current").write_text("20000\n")
     (group / "memory.stat").write_text("anon 1\ninactive_file 1000\nactive_file 500\n")
-    assert home.free_memory(tmp_path) == 40 * 1024
+    assert host_storage.free_memory(tmp_path) == 40 * 1024
     (group / "memory.max").write_text("30000\n")
-    assert home.free_memory(tmp_path) == 30000 - 20000 + 1500
+    assert host_storage.free_memory(tmp_path) == 30000 - 20000 + 1500
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])

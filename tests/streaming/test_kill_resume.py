@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grass.offload.in_place import InPlace
+from grass.offload.host_copies import InPlace
 from tests.offload.training import same
 from tests.streaming.models import build, train
 from tests.training.runs import context, finish

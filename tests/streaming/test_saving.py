@@ -15,9 +15,9 @@ from torch import nn
 
 import grass
 from grass import GrassAdamW
-from grass.offload.engine import Engine
 from grass.offload.executor import Executor
-from grass.offload.in_place import InPlace
+from grass.offload.host_copies import InPlace
+from grass.offload.host_optimizer import HostOptimizer
 from grass.offload.tasks import Task
 from tests.offload.training import same
 from tests.streaming.architectures import network, train
@@ -34,9 +34,9 @@ LIMIT = 600.0
 def step_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the host step streamed parameters only when somebody begins to wait."""
     asked = threading.Event()
-    queue, step, wait = Engine.step, InPlace.step, Executor.wait
+    queue, step, wait = HostOptimizer.step, InPlace.step, Executor.wait
 
-    def queued(engine: Engine, *args: Any) -> None:
+    def queued(engine: HostOptimizer, *args: Any) -> None:
         asked.clear()
         queue(engine, *args)
 
@@ -48,7 +48,7 @@ def step_late(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.set()
         wait(executor, task, timeout)
 
-    monkeypatch.setattr(Engine, "step", queued)
+    monkeypatch.setattr(HostOptimizer, "step", queued)
     monkeypatch.setattr(InPlace, "step", stepped)
     monkeypatch.setattr(Executor, "wait", waited)
 
@@ -86,7 +86,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": 
 
 
 def no_streamed_class(model: nn.Module) -> bool:
-    return not any("Streamed" in type(part).__name__ or hasattr(part, "_visits") for part in model.modules())
+    return not any("Streamed" in type(part).__name__ or hasattr(part, "_block_forward") for part in model.modules())
 
 
 @pytest.mark.parametrize("finished", [False, True])

@@ -1,52 +1,92 @@
-"""Which units are on the device: the one in use, those that come next, and as many others as a cache has room for."""
+"""Which units are on the device: the one in use, those that come next, and as many others as a cache has room for.
+
+The order of uses is recorded while it happens, and taken to happen again.
+"""
 
 from __future__ import annotations
 
 import time
-import weakref
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from grass.machine.link import Link
 from grass.offload.executor import Executor
-from grass.offload.link import Link
-from grass.streaming.host import HostUnit
-from grass.streaming.order import BACKWARD, INFERENCE, Order, Use
-from grass.streaming.visitor import Visitor
+from grass.streaming.device_block import Counts, DeviceBlock
+from grass.streaming.host_block import HostBlock, Steps
 
 AHEAD = 2
 """Units that come before they are needed. With the one in use, three are on the device beside those in the cache."""
+FORWARD, BACKWARD, INFERENCE = "forward", "backward", "inference"
 
 
-@dataclass
-class Counts:
-    """What a loader has done so far.
+class Use(NamedTuple):
+    """One use of one unit.
 
     Attributes:
-        loads: copies of whole units.
-        updates: copies of what a step has changed in a unit that was on the device.
-        bytes: that were copied.
-        hits: uses of a unit that was on the device already and unchanged.
-        waited: seconds that the caller waited for copies.
-        copying: seconds that the copies took.
+        unit: its number.
+        kind: forward with gradients, backward (which runs the forward again), or inference.
     """
 
-    loads: int = 0
-    updates: int = 0
-    bytes: int = 0
-    hits: int = 0
-    waited: float = 0.0
-    copying: float = 0.0
+    unit: int
+    kind: str
 
-    @property
-    def hidden(self) -> float:
-        """Share of the copies' time in which the caller did something else."""
-        return max(0.0, 1 - self.waited / self.copying) if self.copying else 1.0
+    def ends_a_batch(self, following: Use) -> bool:
+        """Whether the optimizer may step between this use and the following one."""
+        return self.kind == BACKWARD and following.kind != BACKWARD
 
 
-class Loader:
+class Order:
+    """What followed on each use the last time.
+
+    Before that is known: forward through the units, back, and again; inference through the units, and again.
+
+    Args:
+        count: the number of units.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._followers: dict[Use, Use] = {}
+        self._last: Use | None = None
+
+    def note(self, use: Use) -> None:
+        """Record a use. Several of one kind in a row count as one."""
+        if self._last is not None and self._last != use:
+            self._followers[self._last] = use
+        self._last = use
+
+    def ahead(self, use: Use) -> Iterator[tuple[int, bool]]:
+        """The units in the order of their next use, from ``use`` on, each once.
+
+        Yields:
+            The unit, and whether the optimizer may step before.
+        """
+        seen, stepped = {use.unit}, False
+        yield use.unit, stepped
+        for _ in range(4 * self._count):  # a forward, a backward, and the forward after them
+            following = self._following(use)
+            stepped = stepped or use.ends_a_batch(following)
+            use = following
+            if use.unit not in seen:
+                seen.add(use.unit)
+                yield use.unit, stepped
+
+    def _following(self, use: Use) -> Use:
+        known = self._followers.get(use)
+        if known is not None:
+            return known
+        last = self._count - 1
+        if use.kind == BACKWARD:
+            return Use(use.unit - 1, BACKWARD) if use.unit else Use(0, FORWARD)
+        if use.unit < last:
+            return Use(use.unit + 1, use.kind)
+        return Use(last, BACKWARD) if use.kind == FORWARD else Use(0, INFERENCE)
+
+
+class Prefetcher:
     """Copies units to the device before they are used.
 
     Args:
@@ -59,10 +99,10 @@ class Loader:
         counts: what was done so far.
     """
 
-    def __init__(self, units: list[HostUnit], link: Link, executor: Executor, cache: int) -> None:
+    def __init__(self, units: list[HostBlock], link: Link, executor: Executor, cache: int) -> None:
         self._units, self._link, self._executor, self._cache = units, link, executor, cache
         self._order = Order(len(units))
-        self._held: dict[int, Visitor] = {}
+        self._held: dict[int, DeviceBlock] = {}
         self._infers = False
         self._steps = Steps()
         self.counts = Counts()
@@ -77,7 +117,7 @@ class Loader:
 
         Args:
             number: of the unit.
-            kind: of the use, as :mod:`grass.streaming.order` names it.
+            kind: of the use, one of ``FORWARD``, ``BACKWARD`` and ``INFERENCE``.
             probe: whether to look for weights that were changed past PyTorch's versions.
         """
         try:
@@ -101,11 +141,11 @@ class Loader:
         self.counts.hits += number in self._held and self._is_current(number)
         for other, stepped in wanted:
             if not stepped:
-                self._bring(other)
+                self._load(other)
         unit.wait()
         unit.sync(probe=probe)
         self._wait(number)
-        self._bring(number)  # again if something has changed it meanwhile
+        self._load(number)  # again if something has changed it meanwhile
         self._wait(number)
         return self._held[number].tensors
 
@@ -136,41 +176,23 @@ class Loader:
         return wanted
 
     def _is_current(self, number: int) -> bool:
-        visitor = self._held[number]
-        return not visitor.task.done or visitor.version == self._units[number].version(self._steps.count)
+        block = self._held[number]
+        return not block.task.done or block.version == self._units[number].version(self._steps.count)
 
-    def _bring(self, number: int) -> None:
+    def _load(self, number: int) -> None:
         """Queue the copy of what a unit lacks on the device, unless a copy is on its way."""
         if number in self._held:
             if self._is_current(number):
                 return
             self._wait(number)
         else:
-            self._held[number] = Visitor(self._units[number], self._link)
-        visitor = self._held[number]
-        visitor.begin(self._steps, self.counts)
-        self._executor.submit([visitor.task])
+            self._held[number] = DeviceBlock(self._units[number], self._link)
+        block = self._held[number]
+        block.begin(self._steps, self.counts)
+        self._executor.submit([block.task])
 
     def _wait(self, number: int) -> None:
         start = time.perf_counter()
         self._executor.wait(self._held[number].task)
         self.counts.waited += time.perf_counter() - start
         self._held[number].arrive()
-
-
-class Steps:
-    """Counts the steps of all optimizers.
-
-    Attributes:
-        count: steps so far.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        reference = weakref.ref(self)
-
-        def stepped(*unused: object) -> None:
-            if (steps := reference()) is not None:
-                steps.count += 1
-
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove).atexit = False

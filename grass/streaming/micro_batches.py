@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grass.device import current_stream, has_streams, on
+
 Loss = Callable[[Any], Tensor]
 
 
-class Turns:
+class MicroBatches:
     """Whose turn it is. Without micro-batches on their way, :meth:`pass_on` does nothing."""
 
     def __init__(self) -> None:
@@ -125,18 +127,16 @@ class _Surroundings:
     """What a thread takes over from the one that starts it: autocast, the device's stream, one thread for backward."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
         }
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._stream = current_stream(device) if has_streams(device) else None
 
     def again(self) -> ExitStack:
         """The same in another thread."""
         stack = ExitStack()
         if self._stream is not None:
-            stack.enter_context(torch.cuda.device(self._device))
-            stack.enter_context(torch.cuda.stream(self._stream))
+            stack.enter_context(on(self._stream))
         for kind, (enabled, dtype) in self._autocast.items():
             stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
         # backward of a GPU's nodes runs in this thread, which may wait, and not in one that all share
@@ -144,12 +144,12 @@ class _Surroundings:
         return stack
 
 
-def _first_passes_on(outputs: Any, turns: Turns) -> Any:
+def _first_passes_on(outputs: Any, micro_batches: MicroBatches) -> Any:
     """The outputs, the first of which that has a gradient passes the turn on in backward."""
     leaves, tree = torch.utils._pytree.tree_flatten(outputs)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaves[i] = _PassOn.apply(leaf, turns)  # type: ignore[no-untyped-call]
+            leaves[i] = _PassOn.apply(leaf, micro_batches)  # type: ignore[no-untyped-call]
             break
     return torch.utils._pytree.tree_unflatten(leaves, tree)
 
@@ -158,13 +158,13 @@ class _PassOn(torch.autograd.Function):
     """The same values; backward waits for its turn."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, turns: Turns) -> Tensor:
+    def forward(ctx: Any, values: Tensor, micro_batches: MicroBatches) -> Tensor:
         """The values."""
-        ctx.turns = turns
+        ctx.micro_batches = micro_batches
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Pass the turn on, then the gradient."""
-        ctx.turns.pass_on()
+        ctx.micro_batches.pass_on()
         return grad, None

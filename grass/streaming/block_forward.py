@@ -13,49 +13,49 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from grass.streaming.boundary import Boundaries, Boundary
-from grass.streaming.gradients import Gradients
-from grass.streaming.host import HostUnit
-from grass.streaming.loader import Loader
-from grass.streaming.order import BACKWARD, FORWARD, INFERENCE
-from grass.streaming.places import Place, staying
-from grass.streaming.turns import Turns
+from grass.streaming.activations import HostActivation, HostActivations
+from grass.streaming.gradients import HostGradients
+from grass.streaming.host_block import HostBlock, Place
+from grass.streaming.micro_batches import MicroBatches
+from grass.streaming.prefetch import BACKWARD, FORWARD, INFERENCE, Prefetcher
 
 
-class Streamed(nn.Module):
+class StreamedBlock(nn.Module):
     """What the class of a unit gets from :func:`grass.stream`, before the unit's own class.
 
     Copies and pickles are of the unit's own class, on the host.
     """
 
-    _visits: Visits | None = None
+    _block_forward: BlockForward | None = None
     _computing: Callable[..., Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's own forward, on the device."""
         kind: Any = type(self)
-        if not issubclass(kind, Streamed):
+        if not issubclass(kind, StreamedBlock):
             raise RuntimeError("The stream was closed between this forward and its backward")
         own = self._computing or super().forward
-        if self._visits is None:
+        if self._block_forward is None:
             return own(*args, **kwargs)
-        return self._visits.run(own, args, kwargs)
+        return self._block_forward.run(own, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the unit's own forward; its tensors come outside of the graph."""
         self._computing = torch.compile(super().forward, *args, **kwargs)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Streamed:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StreamedBlock:
         """Casts change the unit; it stays on the host."""
-        if self._visits is not None:
-            self._visits.rest()
-        super()._apply(staying(fn), recurse)  # type: ignore[no-untyped-call]
+        if self._block_forward is not None:
+            self._block_forward.rest()
+        super()._apply(_staying(fn), recurse)  # type: ignore[no-untyped-call]
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kind: Any = plain_class(type(self))
         plain = kind.__new__(kind)
-        vars(plain).update({key: value for key, value in vars(self).items() if key not in ("_visits", "_computing")})
+        vars(plain).update(
+            {key: value for key, value in vars(self).items() if key not in ("_block_forward", "_computing")}
+        )
         how, _, *state = plain.__reduce_ex__(protocol)
         new: Any = copyreg  # untyped
         return (new._reconstructor, (kind, object, None), *state) if how is new.__newobj__ else (how, _, *state)
@@ -70,36 +70,36 @@ def plain_class(streamed: type) -> type:
 @functools.cache
 def streamed_class(plain: type[nn.Module]) -> type[nn.Module]:
     """The class of a unit of a streamed model."""
-    return type(f"Streamed{plain.__name__}", (Streamed, plain), {"__module__": plain.__module__})
+    return type(f"Streamed{plain.__name__}", (StreamedBlock, plain), {"__module__": plain.__module__})
 
 
-class Visits:
+class BlockForward:
     """Runs one unit on the device.
 
     Args:
         number: of the unit.
         unit: on the host.
-        loader: brings the unit's tensors.
+        prefetcher: brings the unit's tensors.
         gradients: takes gradients to the host.
-        boundaries: takes the unit's inputs to the host; ``None`` leaves them on the device.
-        turns: of micro-batches that pass through the model together.
+        activations: takes the unit's inputs to the host; ``None`` leaves them on the device.
+        micro_batches: of micro-batches that pass through the model together.
     """
 
     def __init__(
         self,
         number: int,
-        unit: HostUnit,
-        loader: Loader,
-        gradients: Gradients,
-        boundaries: Boundaries | None,
-        turns: Turns,
+        unit: HostBlock,
+        prefetcher: Prefetcher,
+        gradients: HostGradients,
+        activations: HostActivations | None,
+        micro_batches: MicroBatches,
     ) -> None:
-        self._number, self._unit, self._loader = number, unit, loader
-        self._gradients, self._boundaries, self._turns = gradients, boundaries, turns
+        self._number, self._unit, self._prefetcher = number, unit, prefetcher
+        self._gradients, self._activations, self._micro_batches = gradients, activations, micro_batches
 
     def rest(self) -> None:
         """Let nothing read or change tensors of units."""
-        self._loader.rest()
+        self._prefetcher.rest()
 
     @torch.compiler.disable(recursive=False, reason="the unit's tensors come from the host")  # type: ignore[untyped-decorator, no-untyped-call]
     def run(self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -113,16 +113,16 @@ class Visits:
         if not torch.is_grad_enabled():
             return self._compute(own, args, kwargs)
         if getattr(module, "gradient_checkpointing", False) and module.training:  # transformers does the same
-            if self._boundaries is not None and not _in_backward():
+            if self._activations is not None and not _in_backward():
                 raise ValueError("offload_activations=True needs gradient_checkpointing_disable(): it is done here")
             return self._compute(own, args, kwargs)
         if not getattr(module, "_can_checkpoint_with_cache", False):
             args = [_without_cache(value) for value in args]
             kwargs = {key: _without_cache(value) for key, value in kwargs.items()}
-        anchor = torch.empty(0, device=self._loader.device)  # by it checkpoint knows whose random state to keep
-        self._turns.pass_on()
+        anchor = torch.empty(0, device=self._prefetcher.device)  # by it checkpoint knows whose random state to keep
+        self._micro_batches.pass_on()
         out = checkpoint(self._checked(self._computation(own, args, kwargs)), anchor, use_reentrant=False)
-        return self._turns.at_backward(out)
+        return self._micro_batches.at_backward(out)
 
     def _checked(self, compute: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """The computation, which fails in backward if the unit has been stepped since it ran."""
@@ -146,17 +146,17 @@ class Visits:
 
     def _computation(self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[[Tensor], Any]:
         """The computation with these inputs. Activations among them may go to the host until it runs again."""
-        if (boundaries := self._boundaries) is None:
+        if (activations := self._activations) is None:
             return lambda anchor: self._compute(own, args, kwargs)
         given: Any = args, kwargs
         values, tree = pytree.tree_flatten(given)
-        kept = [boundaries.keep(v) if isinstance(v, Tensor) and v.requires_grad else v for v in values]
+        kept = [activations.keep(v) if isinstance(v, Tensor) and v.requires_grad else v for v in values]
 
         def compute(anchor: Tensor) -> Any:
             nonlocal given
             inputs, given = given, None
             if inputs is None:
-                inputs = pytree.tree_unflatten([v.get() if isinstance(v, Boundary) else v for v in kept], tree)
+                inputs = pytree.tree_unflatten([v.get() if isinstance(v, HostActivation) else v for v in kept], tree)
             return self._compute(own, *inputs)
 
         return compute
@@ -167,7 +167,7 @@ class Visits:
         kind = BACKWARD if _in_backward() else FORWARD if grad else INFERENCE
         if kind == BACKWARD:
             self._gradients.begin_unit()
-        tensors = self._loader.use(self._number, kind, probe=grad)
+        tensors = self._prefetcher.use(self._number, kind, probe=grad)
         try:
             with self._there(tensors, grad):
                 return own(*args, **kwargs)
@@ -180,7 +180,7 @@ class Visits:
         """Put tensors on the device into the modules of the unit."""
         unit, gradients = self._unit, self._gradients
         here = unit.lend()
-        there = [*tensors, *(_shape_of(place.get(), self._loader.device) for place in unit.active)]
+        there = [*tensors, *(_shape_of(place.get(), self._prefetcher.device) for place in unit.active)]
         sketches = [(layer, layer.sketch, layer.signs) for layer in unit.layers if layer.sketch is not None]
         versions = [tensor._version for tensor in tensors]
         try:
@@ -188,19 +188,19 @@ class Visits:
                 place.put(gradients.arrive(own, visiting) if grad and own.requires_grad else visiting)
             for layer, sketch, signs in sketches:
                 assert sketch is not None
-                layer.sketch = gradients.arrive(sketch, _shape_of(sketch, self._loader.device)) if grad else None
-                layer.signs = None if signs is None else signs.to(self._loader.device)
+                layer.sketch = gradients.arrive(sketch, _shape_of(sketch, self._prefetcher.device)) if grad else None
+                layer.signs = None if signs is None else signs.to(self._prefetcher.device)
             yield
             if not _in_backward():
-                _bring_back(here, tensors, versions)
+                _copy_back(here, tensors, versions)
         finally:
             unit.take_back()
             if versions != [tensor._version for tensor in tensors]:
-                self._loader.drop(self._number)
+                self._prefetcher.drop(self._number)
 
 
 @torch.no_grad()
-def _bring_back(here: list[tuple[Place, Tensor]], there: list[Tensor], versions: list[int]) -> None:
+def _copy_back(here: list[tuple[Place, Tensor]], there: list[Tensor], versions: list[int]) -> None:
     """Copy the buffers of modules that have changed or replaced one to the host: batch norm does not count all."""
     known = zip(here, there, versions, strict=False)
     changed = {place.module for (place, _), tensor, version in known if tensor._version != version}
@@ -208,6 +208,18 @@ def _bring_back(here: list[tuple[Place, Tensor]], there: list[Tensor], versions:
         now = place.get()
         if place.kind == "_buffers" and (place.module in changed or now is not tensor):
             own.copy_(now)
+
+
+def _staying(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A change of tensors, such as a cast, that leaves them on their device."""
+
+    def change(tensor: Tensor) -> Tensor:
+        changed = fn(tensor)
+        if changed.device == tensor.device:
+            return changed
+        return tensor if changed.dtype == tensor.dtype else changed.to(tensor.device)
+
+    return change
 
 
 def _without_cache(value: Any) -> Any:

@@ -1,25 +1,99 @@
-"""The host's side of a unit: which of its tensors travel to the device, and which are only stood in for."""
+"""A unit on the host: its tensors, what has changed in them, and which of them travel to the device."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.sync import Written
-from grass.offload.home import SMALLEST, Home
-from grass.offload.in_place import InPlace
-from grass.offload.replicas import stamp_of
-from grass.streaming.places import Place, outgoing, tensors_of
-from grass.streaming.versions import Change, Version
+from grass.compact_mode.synced_rows import Written
+from grass.kernels.layout import is_dense
+from grass.offload.host_storage import SMALLEST, HostStorage, mark_on_host, unmark_on_host, wait_for_step
+from grass.offload.progress import stamp_of
 
 ALIGNMENT = 512
 """Bytes that the place of a tensor on the device is a multiple of."""
 
 
-class HostUnit:
+class Place(NamedTuple):
+    """Where a module has a tensor.
+
+    Attributes:
+        module: the module.
+        kind: ``"_parameters"`` or ``"_buffers"``.
+        name: of the tensor in it.
+        others: where modules have the same tensor too.
+    """
+
+    module: nn.Module
+    kind: str
+    name: str
+    others: tuple[Place, ...] = ()
+
+    def get(self) -> Tensor:
+        """The tensor."""
+        tensor: Tensor = vars(self.module)[self.kind][self.name]
+        return tensor
+
+    def put(self, tensor: Tensor) -> None:
+        """Another tensor in its place, past ``nn.Module``'s checks."""
+        vars(self.module)[self.kind][self.name] = tensor
+        for other in self.others:
+            other.put(tensor)
+
+
+class Version(NamedTuple):
+    """What a unit's tensors were at a time.
+
+    Attributes:
+        steps: how often optimizers had stepped. A fused optimizer does not count its changes in a tensor's version.
+        stamps: of the tensors that travel; they differ after any other change that PyTorch can see.
+        written: of each converted layer how often a step had written rows into its weight.
+    """
+
+    steps: int
+    stamps: list[tuple[int, int]]
+    written: list[int]
+
+
+class Change(NamedTuple):
+    """How a tensor differs from an earlier version.
+
+    Attributes:
+        number: of the tensor among those that travel.
+        rows: the rows that differ; ``None``: perhaps all.
+        layer: the converted layer whose weight it is, if only rows differ.
+    """
+
+    number: int
+    rows: Tensor | None = None
+    layer: CompactLayer | None = None
+
+
+class Steps:
+    """Counts the steps of all optimizers.
+
+    Attributes:
+        count: steps so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        reference = weakref.ref(self)
+
+        def stepped(*unused: object) -> None:
+            if (steps := reference()) is not None:
+                steps.count += 1
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove).atexit = False
+
+
+class HostBlock:
     """A unit as it lies on the host.
 
     Active rows of converted layers do not travel: the weight has their values already. Only their shape is on the
@@ -40,7 +114,7 @@ class HostUnit:
         self.name, self.module = name, module
         self.layers = [part for part in module.modules() if isinstance(part, CompactLayer)]
         rows = {id(layer.active) for layer in self.layers}
-        every = [place for place in tensors_of(module) if id(place.get()) not in resident]
+        every = [place for place in _tensors_of(module) if id(place.get()) not in resident]
         self.places = [place for place in every if id(place.get()) not in rows]
         self.active = [place for place in every if id(place.get()) in rows]
         all_places = ((number, at) for number, place in enumerate(self.places) for at in (place, *place.others))
@@ -72,24 +146,24 @@ class HostUnit:
                 yield tensor
 
     def mark(self) -> None:
-        """Let the optimizer step the parameters where they lie (:mod:`grass.offload.in_place`)."""
+        """Let the optimizer step the parameters where they lie (:mod:`grass.offload.host_storage`)."""
         for p in self.trained():
-            InPlace.mark(p)
+            mark_on_host(p)
         for layer in self.layers:
             layer.written = Written()
 
     def unmark(self) -> None:
         """The opposite of :meth:`mark`."""
         for p in self.trained():
-            InPlace.unmark(p)
+            unmark_on_host(p)
         for layer in self.layers:
             layer.sync()
             layer.written, layer.deferred = None, False
 
-    def put_into_files(self, home: Home) -> None:
+    def put_into_files(self, storage: HostStorage) -> None:
         """Move frozen tensors to memory-mapped files. Steps leave them as they are where no rows are explored."""
         for tensor in self.frozen():
-            tensor.data = home.copy(tensor)
+            tensor.data = storage.copy(tensor)
             self._mapped.add(id(tensor))
         for layer in self.layers:
             if id(layer.weight) in self._mapped and not layer.reach and layer.scale() is None:
@@ -104,7 +178,7 @@ class HostUnit:
     def wait(self) -> None:
         """Wait until the steps of the parameters that are on their way have ended."""
         for p in self.trained():
-            InPlace.wait(p)
+            wait_for_step(p)
 
     def sync(self, *, probe: bool) -> None:
         """Make weights and active rows agree where one was changed by hand."""
@@ -190,6 +264,30 @@ class HostUnit:
 
     def _travelling(self) -> list[Tensor]:
         return [place.get() for place in self.places]
+
+
+def outgoing(tensor: Tensor) -> Tensor:
+    """The values of a tensor without gaps between them."""
+    tensor = tensor.detach()
+    return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+def _tensors_of(module: nn.Module) -> list[Place]:
+    """A place of each tensor of a module and those in it, which knows the others."""
+    found: dict[int, list[Place]] = {}
+    for place in _places_of(module):
+        found.setdefault(id(place.get()), []).append(place)
+    return [first._replace(others=tuple(others)) for first, *others in found.values()]
+
+
+def _places_of(module: nn.Module) -> Iterator[Place]:
+    """All places of a module and those in it."""
+    for part in module.modules():
+        for kind in ("_parameters", "_buffers"):
+            tensors: dict[str, Any] = vars(part)[kind]
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    yield Place(part, kind, name)
 
 
 def _count(module: nn.Module) -> int:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 import grass
 from grass import GrassAdamW
+from grass.machine.link import Link
 from grass.offload.executor import Executor
-from grass.offload.link import Link
-from grass.streaming import host
-from grass.streaming.loader import AHEAD, Loader
-from grass.streaming.order import BACKWARD, FORWARD, INFERENCE, Order, Use
+from grass.streaming import host_block
+from grass.streaming.prefetch import AHEAD, BACKWARD, FORWARD, INFERENCE, Order, Prefetcher, Use
 from tests.streaming.models import Network, build, train
 
 UNITS = 6
@@ -54,7 +53,7 @@ def test_of_converted_units_on_the_device_only_rows_come_again(options: dict[str
     model = Network(UNITS)
     grass.compact(model, rank=4, explore=3, **options)
     optimizer = GrassAdamW(model, lr=1e-2, update_interval=2, offload="cpu")
-    sizes = host.HostUnit("", model.blocks[0], set())
+    sizes = host_block.HostBlock("", model.blocks[0], set())
     handle = grass.stream(model, device="cpu", cache=cached * sizes.nbytes)
     train(model, optimizer, 2)
     loads, before, there = handle.counts.loads, handle.counts.bytes, AHEAD + 1 + cached
@@ -110,7 +109,7 @@ class Alive:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.most = 0
-        views = host._views
+        views = host_block._views
 
         def noted(flat: Tensor, tensors: Any) -> Any:
             self.now += 1
@@ -122,7 +121,7 @@ class Alive:
                 view.owner = storage  # type: ignore[attr-defined]  # as long as one view lives
                 yield view
 
-        monkeypatch.setattr(host, "_views", noted)
+        monkeypatch.setattr(host_block, "_views", noted)
 
     def _freed(self) -> None:
         self.now -= 1
@@ -164,13 +163,13 @@ def test_the_order_is_learned() -> None:
 def test_any_order_of_uses(uses: list[tuple[int, str]]) -> None:
     """Each use gets the host's values, whatever came before; what is held stays within its bounds."""
     torch.manual_seed(0)
-    units = [host.HostUnit(str(i), nn.Linear(3, 2), set()) for i in range(4)]
-    loader = Loader(units, Link("cpu"), Executor(("up",)), cache=units[0].nbytes)
+    units = [host_block.HostBlock(str(i), nn.Linear(3, 2), set()) for i in range(4)]
+    prefetcher = Prefetcher(units, Link("cpu"), Executor(("up",)), cache=units[0].nbytes)
     for number, kind in uses:
         if kind == INFERENCE:
             with torch.no_grad():
                 units[number].module.weight.add_(1)
-        there = loader.use(number, kind, probe=False)
+        there = prefetcher.use(number, kind, probe=False)
         expected = [place.get() for place in units[number].places]
         assert all(torch.equal(a, b) for a, b in zip(there, expected, strict=True))
-        assert len(loader._held) <= AHEAD + 2
+        assert len(prefetcher._held) <= AHEAD + 2

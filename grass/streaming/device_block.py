@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from grass.offload.link import Link
+from grass.machine.link import Link
 from grass.offload.tasks import Task
 from grass.selection.projector import Projector
-from grass.streaming.host import HostUnit
-from grass.streaming.places import outgoing
-from grass.streaming.versions import Change, Version
-
-if TYPE_CHECKING:
-    from grass.streaming.loader import Counts, Steps
+from grass.streaming.host_block import Change, HostBlock, Steps, Version, outgoing
 
 
-class Visitor:
+@dataclass
+class Counts:
+    """What was copied so far.
+
+    Attributes:
+        loads: copies of whole units.
+        updates: copies of what a step has changed in a unit that was on the device.
+        bytes: that were copied.
+        hits: uses of a unit that was on the device already and unchanged.
+        waited: seconds that the caller waited for copies.
+        copying: seconds that the copies took.
+    """
+
+    loads: int = 0
+    updates: int = 0
+    bytes: int = 0
+    hits: int = 0
+    waited: float = 0.0
+    copying: float = 0.0
+
+    @property
+    def hidden(self) -> float:
+        """Share of the copies' time in which the caller did something else."""
+        return max(0.0, 1 - self.waited / self.copying) if self.copying else 1.0
+
+
+class DeviceBlock:
     """A unit's tensors on the device.
 
     Of a converted weight that one step has changed only the rows come that the step has written.
@@ -36,7 +57,7 @@ class Visitor:
 
     task: Task
 
-    def __init__(self, unit: HostUnit, link: Link) -> None:
+    def __init__(self, unit: HostBlock, link: Link) -> None:
         self._unit, self._link = unit, link
         self.tensors = unit.room_on(link.device)
         self.version: Version | None = None
@@ -73,7 +94,7 @@ class Visitor:
             layer.put(there, rows, self._rows[change.number])
         self._arrived, self._rows = [], {}
 
-    def _copy(self, change: Change, mark: torch.cuda.Event | None) -> int:
+    def _copy(self, change: Change, mark: torch.Event | None) -> int:
         """Copy what a change says; returns the bytes."""
         if change.rows is None or change.layer is None:
             source, there = outgoing(self._unit.places[change.number].get()), self.tensors[change.number]

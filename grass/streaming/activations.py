@@ -8,13 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grass.machine.link import Link
 from grass.offload.executor import Executor
-from grass.offload.home import host_like
-from grass.offload.link import Link
+from grass.offload.host_storage import host_like
 from grass.offload.tasks import Task
 
 
-class Boundaries:
+class HostActivations:
     """Keeps activations on the host. They come back in the reverse order, one ahead.
 
     Args:
@@ -26,19 +26,19 @@ class Boundaries:
         self._link, self._executor = link, executor
         self._last: Before = _none
 
-    def keep(self, tensor: Tensor) -> Boundary:
+    def keep(self, tensor: Tensor) -> HostActivation:
         """Begin to bring a tensor to the host; it must not change."""
-        boundary = Boundary(tensor, self._last, self._link, self._executor)
-        self._last = weakref.ref(boundary)
-        return boundary
+        activation = HostActivation(tensor, self._last, self._link, self._executor)
+        self._last = weakref.ref(activation)
+        return activation
 
 
-class Boundary:
+class HostActivation:
     """One tensor on its way to the host and back.
 
     Args:
         tensor: on the device.
-        before: returns the boundary of the unit before, which is needed next in backward.
+        before: returns the activation of the unit before, which is needed next in backward.
         link: to the device.
         executor: runs the copies.
     """
@@ -83,7 +83,7 @@ class Boundary:
         self._executor.submit([self._up])
 
 
-Before = Callable[[], Boundary | None]
+Before = Callable[[], HostActivation | None]
 
 
 def _none() -> None: ...
