@@ -30,7 +30,7 @@ class ActiveRows(nn.Module):
     label: str = ""
     selections: int = 0
     experts = 1  # matrices that the weight consists of (grass.compact_mode.experts)
-    strata = 1  # parts of the weight that ranks select rows of by themselves (grass.distributed.parallel_2d)
+    strata = 1  # parts of the weight that ranks select rows of by themselves (grass.compact_mode.strata)
     stratum = 0  # this rank's part
     stores_transposed = False
 
@@ -117,6 +117,10 @@ class ActiveRows(nn.Module):
     def of_stratum(self, tensor: Tensor) -> Tensor:
         """This rank's stratum of the parameter or its gradient; with one stratum, the tensor itself."""
         return tensor
+
+    def rows_of_stratum(self, whole: Tensor) -> Tensor:
+        """The stratum's part of a vector over the rows of the whole weight."""
+        return whole
 
     def set_matrix(self, matrix: Tensor) -> None:
         """Make ``matrix (m, n)`` the weight's storage."""

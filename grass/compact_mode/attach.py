@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from grass.compact_mode.cycle import Trained, adopt, advance, arm, check_rows, resume
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.owner import Owner
 from grass.compact_mode.reads import Reads
+from grass.compact_mode.refresh_cycle import Trained, adopt, advance, arm, check_rows, resume
 from grass.compact_mode.registry import layers_of
 from grass.options import SPEED_KEYS, Options, as_number, settings_of, validate
 from grass.parallel.agreement import Agreement
@@ -119,8 +119,11 @@ class Attachment:
                 f"{type(optimizer).__name__} holds no active rows of the model: call grass.compact() before building it"
             )
         _check_layers(optimizer, list(self.layers.values()))
-        if any(layer.strata > 1 for layer in self.layers.values()):
-            raise ValueError("attach() does not take layers on a grid of ranks: train them with GrassAdamW")
+        if any(layer.strata > 1 or layer.tensor_parallel for layer in self.layers.values()):
+            raise ValueError(
+                "attach() does not take layers that tensor parallelism or a grid of ranks divides: train them with "
+                "GrassAdamW"
+            )
         self.states: dict[str, State] = {}
         for name, layer in self.layers.items():
             self.states[name] = adopt(layer, {}, lambda *selections: None)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from grass.compact_mode.cycle import gathered_norms
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.refresh_cycle import gathered_norms
 from grass.parallel.ranks import Ranks
 from grass.selection.exploration import draw_explored
 from grass.selection.rules import select_rows

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.calibration import calibrate
-from grass.compact_mode.classes import compact_class
 from grass.compact_mode.expert_conversion import experts_to_convert, is_converted, put_beside, take_away
 from grass.compact_mode.experts import ExpertRows
-from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.left_alone import left_alone
-from grass.compact_mode.registry import LAYERS, watch_optimizers
-from grass.compact_mode.strata import of_stratum
+from grass.compact_mode.layer import LAYERS, CompactLayer
+from grass.compact_mode.linear_classes import compact_class
+from grass.compact_mode.registry import watch_optimizers
+from grass.compact_mode.strata import of_stratum, strata_of
+from grass.compact_mode.unconvertible import unconvertible
 from grass.compact_mode.wrapped import check_not_sharded, check_not_wrapped
 from grass.coverage import report_rank
 from grass.options import check_value, resolve_rank
@@ -44,7 +44,8 @@ def compact(
 ) -> list[str]:
     """Convert linear layers in place: freeze their weights and make the selected rows of each a parameter.
 
-    Call it before the optimizer is built and before DDP, ``fully_shard`` or ``torch.compile``. Then ``layer.active``
+    Call it before the optimizer is built and before DDP, ``fully_shard`` or ``torch.compile``, and after
+    ``parallelize_module`` (:mod:`grass.compact_mode.tensor_parallel`). Then ``layer.active``
     trains: ``r`` selected rows with optimizer state and ``q`` explored rows without
     (:mod:`grass.selection.exploration`). Its shape is ``(r + q, n)`` for ``dim=0`` and ``(m, r + q)`` for ``dim=1``.
     The gradient of the full weight is never formed. ``model.state_dict()`` stays that of the plain model. The first
@@ -77,8 +78,8 @@ def compact(
 
     Raises:
         ValueError: nothing matches or nothing can be converted; rank and explore exceed a dimension; a layer is
-            converted already with other values. The model is then as it was.
-        TypeError: ``parallelize_module`` has sharded a layer.
+            converted already with other values; ``parallelize_module`` has placed a weight otherwise than as ``Shard``
+            over one dimension of a mesh. The model is then as it was.
         RuntimeError: DDP has wrapped the model, or ``fully_shard`` has sharded it.
     """
     if not isinstance(model, nn.Module):
@@ -91,7 +92,7 @@ def compact(
     layers = {
         name: model.get_submodule(name) for name in matched_modules(model, targets, exclude, may_be_none=bool(experts))
     }
-    reasons = left_alone(model)
+    reasons = unconvertible(model)
     ranks = {
         name: _checked_ranks(name, layer, _size(layer, dim), rank, explore, dim, weights)
         for name, layer in layers.items()
@@ -203,7 +204,7 @@ def convertible(name: str, layer: Any, reasons: Mapping[str, str] = MappingProxy
     Args:
         name: the layer's name.
         layer: the module.
-        reasons: why layers must not be converted, by name (:func:`grass.compact_mode.left_alone.left_alone`).
+        reasons: why layers must not be converted, by name (:func:`grass.compact_mode.unconvertible.unconvertible`).
     """
     if isinstance(layer, CompactLayer):
         return True
@@ -246,7 +247,7 @@ def _weight_name(name: str, layer: CompactLayer) -> str:
 def _size(layer: Any, dim: int) -> int:
     """Rows or columns of a layer."""
     cls: Any = type(layer) if isinstance(layer, CompactLayer) else compact_class(layer)
-    return int(layer.weight.shape[dim ^ cls.stores_transposed]) // getattr(layer, "strata", 1)
+    return int(layer.weight.shape[dim ^ cls.stores_transposed]) // strata_of(layer, dim)
 
 
 def _checked_ranks(
@@ -297,7 +298,8 @@ def _convert(
     """Choose the first rows of a layer and make them a parameter."""
     matrix = layer.as_matrix(local(layer.weight).detach().contiguous())
     seed, position = first_draw
-    layer.label, layer.rank, layer.dim, layer.first_draw = name, rank, dim, (seed, layer.place(position))
+    layer.label, layer.rank, layer.dim = name, rank, dim
+    layer.first_draw = seed, layer.place(position)
     sizes = matrix.shape[dim], rank, explored
     layer.reach, layer.gradient_scale = (reach(*sizes), gradient_scale(*sizes)) if explored else (0.0, 1.0)
     layer.sketch, layer.signs = None, None
@@ -314,7 +316,7 @@ def _convert(
 
 def check_not_streamed(model: nn.Module) -> None:
     """Raise ``RuntimeError`` if units of the model visit a device (:mod:`grass.streaming`)."""
-    if any("_visits" in vars(module) for module in model.modules()):
+    if any("_block_forward" in vars(module) for module in model.modules()):
         raise RuntimeError("The model is streamed: call grass.compact() and grass.expand() before or after close()")
 
 

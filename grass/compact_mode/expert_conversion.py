@@ -10,7 +10,7 @@ from torch import nn
 from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.int8_experts import Int8ExpertRows
 from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.sync import copy_parameters_last
+from grass.compact_mode.synced_rows import copy_parameters_last
 from grass.compact_mode.transformers_experts import restore, use_active_rows
 from grass.coverage import EXPERT_ROWS
 from grass.targets import Targets, expert_weights, matched_experts

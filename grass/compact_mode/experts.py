@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grass.compact_mode.function import differentiable_once
 from grass.compact_mode.grouped import experts_of_tokens, grouped_inner_product, grouped_product
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.linear_function import differentiable_once
 from grass.coverage import EXPERT_ROWS
 from grass.parallel.shards import local
 from grass.selection.exploration import first_rows

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer, CompactLinear
-from grass.compact_mode.sync import counted
+from grass.compact_mode.synced_rows import counted
 from grass.compact_mode.weight_codes import decode_weight, encode_weight
 from grass.selection.projector import Projector
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grass.compact_mode.checkpoint import SavedRows
 from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.int8 import Int8Weight
+from grass.compact_mode.saved_rows import SavedRows
 from grass.compact_mode.weight_codes import decode_weight, encode_weight
 from grass.coverage import EXPERT_ROWS
 

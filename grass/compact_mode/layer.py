@@ -20,25 +20,39 @@ A rule that chooses rows by norm needs a sketch of the gradient: ``g^T (x S)`` f
 ``x^T (g S)`` for ``dim=1`` with ``S (m, s)``. It arrives as the gradient of a leaf tensor beside the parameters. So it
 adds up over micro-batches as gradients do, also under checkpointing and ``torch.compile``.
 
-The parts of a layer: :mod:`~grass.compact_mode.active_rows`, :mod:`~grass.compact_mode.sync` (weight and active rows
-agree), :mod:`~grass.compact_mode.checkpoint` and :mod:`~grass.compact_mode.function` (backward).
+The parts of a layer: :mod:`~grass.compact_mode.active_rows`, :mod:`~grass.compact_mode.synced_rows` (weight and active
+rows agree), :mod:`~grass.compact_mode.saved_rows` and :mod:`~grass.compact_mode.linear_function` (backward).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grass.compact_mode.checkpoint import SavedRows
 from grass.compact_mode.columns import saved_columns
-from grass.compact_mode.function import CompactLinearFunction
-from grass.compact_mode.registry import LAYERS
+from grass.compact_mode.linear_function import CompactLinearFunction
+from grass.compact_mode.saved_rows import SavedRows
 from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel, local
 from grass.state.precision import shrink_
 from grass.state.schema import State
+
+
+class _Layers(weakref.WeakSet["CompactLayer"]):
+    """Counts how often a layer was added."""
+
+    additions = 0
+
+    def add(self, item: CompactLayer) -> None:
+        self.additions += 1
+        super().add(item)
+
+
+LAYERS = _Layers()
+"""Every converted layer alive."""
 
 
 class CompactLayer(SavedRows):
@@ -66,6 +80,8 @@ class CompactLayer(SavedRows):
     norms: Tensor | None = None
     gathered: Tensor | None = None  # a sketch that has ended, for a step that is on its way
     weights: str | None = None  # "int8" in grass.int8
+    tensor_parallel = False  # whether parallelize_module has divided it, before the conversion
+    sums_sketch = False  # whether end_sketch() returns what all ranks have gathered
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copied and unpickled layers register themselves, so that a copied optimizer finds them."""
@@ -98,23 +114,30 @@ class CompactLayer(SavedRows):
         """``x (..., n) -> (..., m)``; without gradients this is the plain layer's own forward."""
         if isinstance(x, torch.fx.Proxy):  # type: ignore[unreachable]
             raise TypeError("torch.fx cannot trace converted layers: call grass.expand(model) first")
-        if is_tensor_parallel(self):
+        if is_tensor_parallel(self) and not self.tensor_parallel:
             raise TypeError(TENSOR_PARALLEL)
         self.sync(probe=torch.is_grad_enabled())
-        scale = self.scale()
-        if scale is None and not torch.is_grad_enabled():
+        if self.scale() is None and not torch.is_grad_enabled():
             plain: Tensor = super().forward(x)
             return plain
+        return self.multiply(x)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """:meth:`forward` for autograd."""
         if is_sharded(self.weight):
             raise TypeError(
                 f"The weight of {self.label!r} is a DTensor in forward: a compact layer takes whole weights"
             )
-        weight, bias = self.matrix(), self.bias
+        return self.product(x, self.bias, self.active)
+
+    def product(self, x: Tensor, bias: Tensor | None, active: Tensor) -> Tensor:
+        """``x W^T + b`` of the weight here, with the gradient of the active rows."""
+        weight, scale = self.matrix(), self.scale()
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if scale is None else weight
-        rows = self.active, self.chosen, self.dim, self.rank, self.gradient_scale
+        rows = active, self.chosen, self.dim, self.rank, self.gradient_scale
         columns = saved_columns(x, self.chosen) if self.dim == 1 and self.sketch is None else None
         y: Tensor = CompactLinearFunction.apply(x, columns, weight, scale, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
         return y

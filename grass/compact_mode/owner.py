@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.layer import CompactLayer
 
 
 class Owner:

@@ -1,8 +1,8 @@
-"""All converted layers alive, so that an optimizer given only parameters finds their layers.
+"""How an optimizer that is given only parameters finds their converted layers, and one that lacks them is refused.
 
 ``GrassAdamW(model.parameters())`` gets tensors, not layers. A tensor cannot lead to its layer: FSDP2, ``deepcopy``,
 ``to_empty`` and unpickling replace ``layer.active`` by a new parameter without its attributes, so only the layer knows
-its parameter. Layers therefore register themselves here, weakly: dropped models are not kept alive.
+its parameter. Layers therefore register themselves in ``LAYERS``, weakly: dropped models are not kept alive.
 
 The registry is searched only
 
@@ -18,29 +18,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from grass.compact_mode.layer import LAYERS, CompactLayer
 from grass.compact_mode.owner import wrapped
-
-if TYPE_CHECKING:
-    from grass.compact_mode.layer import CompactLayer
-
-
-class _Layers(weakref.WeakSet["CompactLayer"]):
-    """Counts how often a layer was added."""
-
-    additions = 0
-
-    def add(self, item: CompactLayer) -> None:
-        self.additions += 1
-        super().add(item)
-
-
-LAYERS = _Layers()
-"""Every converted layer alive."""
 
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 """What each optimizer looked like when it was last checked."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import distributed, nn
 
 from grass.parallel.ddp import wrappers_of
-from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel
+from grass.parallel.shards import is_sharded, is_tensor_parallel, shard_dim
 
 
 def check_not_wrapped(model: nn.Module) -> None:
@@ -28,16 +28,34 @@ def check_not_wrapped(model: nn.Module) -> None:
 
 
 def check_not_sharded(layers: dict[str, Any]) -> None:
-    """Refuse layers whose weights are sharded already, but for those on a grid of ranks.
+    """Refuse layers whose weights are sharded already, but for tensor parallelism and those on a grid of ranks.
 
     Raises:
-        TypeError: ``parallelize_module`` has sharded one.
-        RuntimeError: ``fully_shard`` has.
+        ValueError: ``parallelize_module`` has placed one in a way that is not supported.
+        RuntimeError: ``fully_shard`` has sharded one.
     """
     for name, layer in layers.items():
-        if is_tensor_parallel(layer):
-            raise TypeError(TENSOR_PARALLEL)
-        if is_sharded(layer.weight) and not hasattr(layer, "strata"):
+        if is_tensor_parallel(layer) and layer.weight.device_mesh.ndim == 1:
+            _check_split(name, layer.weight)
+        elif is_sharded(layer.weight) and not hasattr(layer, "strata"):
             raise RuntimeError(
-                f"Too late to convert {name!r}: its weight is sharded. Call grass.compact() before fully_shard"
+                f"Too late to convert {name!r}: its weight is sharded, as {layer.weight.placements}. Call "
+                "grass.compact() before fully_shard; tensor parallelism has to be torch's parallelize_module, not "
+                "transformers' tp_plan"
             )
+
+
+def _check_split(name: str, weight: Any) -> None:
+    """Refuse a weight that ranks do not have equal parts of."""
+    (placement,), (ranks,) = weight.placements, weight.device_mesh.shape
+    dim = shard_dim(placement)
+    if dim is None:
+        raise ValueError(
+            f"The weight of {name!r} is placed as {placement!r}: compact mode takes Shard(0), as of ColwiseParallel, "
+            "or Shard(1), as of RowwiseParallel; leave other layers out by exclude="
+        )
+    if weight.shape[dim] % ranks:
+        raise ValueError(
+            f"The weight of {name!r} of shape {tuple(weight.shape)} is placed as {placement!r}, which {ranks} ranks do "
+            f"not share evenly: compact mode needs a multiple of {ranks}; leave the layer out by exclude="
+        )

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grass.compact_mode.cycle import rademacher
+from grass.compact_mode.refresh_cycle import rademacher
 from grass.optimizer import GrassAdamW
 from grass.options import as_matrix, explored_count, is_batch, is_projected, resolve_dim, resolve_rank
 from grass.selection.draws import sketch_generator

@@ -22,7 +22,7 @@ OPTIONS = dict(explore=0, state_policy="bank", selection="multinomial_norm", upd
 def beside(**options: object) -> tuple[nn.Module, GrassAdamW]:
     """A network whose optimizer exchanges moments in a thread."""
     model, optimizer = converted(**{**OPTIONS, **options})
-    optimizer._background.device_types = {"cpu"}
+    optimizer._background.in_thread = True
     return model, optimizer
 
 
@@ -123,7 +123,7 @@ def test_dense_mode_exchanges_at_once() -> None:
     """It uses the new rows' moments in the same step."""
     weight = nn.Parameter(torch.randn(8, 6))
     optimizer = GrassAdamW([weight], rank=2, dim=0, **OPTIONS)
-    optimizer._background.device_types = {"cpu"}
+    optimizer._background.in_thread = True
     for _ in range(5):
         weight.grad = torch.randn(8, 6)
         optimizer.step()

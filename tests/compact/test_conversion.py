@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import grass
-from grass.compact_mode.layer import CompactLayer, CompactLinear
-from grass.compact_mode.registry import LAYERS
+from grass.compact_mode.layer import LAYERS, CompactLayer, CompactLinear
 from tests.compact.networks import DIMS, Network, assert_same_weights, batches, compact_layers, converted, train
 
 NAMES = ["up", "mix", "down"]

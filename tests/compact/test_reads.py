@@ -104,9 +104,9 @@ def test_a_branch_that_is_taken_counts() -> None:
 
 
 def test_projections_of_multihead_attention() -> None:
-    from grass.compact_mode.left_alone import left_alone
+    from grass.compact_mode.unconvertible import unconvertible
 
-    assert "reads its weight" in left_alone(nn.TransformerEncoderLayer(8, 2))["self_attn.out_proj"]
+    assert "reads its weight" in unconvertible(nn.TransformerEncoderLayer(8, 2))["self_attn.out_proj"]
 
 
 @pytest.mark.parametrize(("slow", "reads"), [(False, 0), (True, 2)])

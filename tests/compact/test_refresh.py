@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import grass
 from grass import GrassAdamW
-from grass.compact_mode.cycle import gathered_norms, rademacher
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.refresh_cycle import gathered_norms, rademacher
 from grass.parallel.ranks import Ranks
 from tests.compact.networks import (
     DIMS,

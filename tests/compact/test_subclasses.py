@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import grass
 from grass import GrassAdamW
-from grass.compact_mode.classes import _REGISTERED
 from grass.compact_mode.layer import CompactLayer, CompactLinear
+from grass.compact_mode.linear_classes import _REGISTERED
 from tests.compact.networks import train
 
 

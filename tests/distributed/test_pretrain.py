@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grass.training.run.checkpoint import CheckpointStore
-from grass.training.run.loop import Trainer
 from tests.distributed.world import HANG, LIMIT, TORCHRUN, attempt_world, run_world
 from tests.training.runs import PRETRAIN, TINY
+from training.run.checkpoint import CheckpointStore
+from training.run.loop import Trainer
 
 STEPS = 8
 GRASS = ("--rank", "0.25", "--update-interval", "3", "--selection", "multinomial_norm", "--state-policy", "keep")
@@ -126,8 +126,8 @@ def test_a_killed_worker_under_torchrun(mode: str, tmp_path: Path) -> None:
 
 KILLING = f"""
 import os, pathlib, runpy, signal, sys
-sys.path.insert(0, {str(PRETRAIN.parents[1])!r})
-from grass.training.run.loop import Trainer
+sys.path.insert(0, {str(PRETRAIN.parent)!r})
+from training.run.loop import Trainer
 
 mark, step = pathlib.Path(__file__).with_name("was-killed"), Trainer.train_step
 

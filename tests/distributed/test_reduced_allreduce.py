@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from grass import GrassAdamW
-from grass.compact_mode.cycle import rademacher
+from grass.compact_mode.refresh_cycle import rademacher
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
 from grass.distributed.traffic import recorded_traffic
 from grass.selection.draws import selection_generator

@@ -94,23 +94,14 @@ def refused(rank: int) -> None:
         GrassAdamW(grass.param_groups(model, 3, dim=0))
     with pytest.raises(RuntimeError, match=r"Too late to convert 'up'.*before fully_shard"):
         grass.compact(model, rank=3)
-    model, unsupported = (
-        parallel(Network()),
-        "Compact mode does not support weights that parallelize_module has sharded",
-    )
-    with pytest.raises(TypeError, match=unsupported):
-        grass.compact(model, rank=3)
-    with pytest.raises(TypeError, match=unsupported):
-        grass.compact(model, rank=3, targets=["down"])  # row-wise
-    loss_of(model, batches(1)[0])  # the model is as it was
     for style in (ColwiseParallel(), RowwiseParallel()):
         model = Network()
         grass.compact(model, rank=3)
         earlier = GrassAdamW(model)
         parallelize_module(model, init_device_mesh("cpu", (2,)), {"mix": style})
-        with pytest.raises(TypeError, match=unsupported):
+        with pytest.raises(TypeError, match=r"parallelize_module.*call it before grass\.compact"):
             GrassAdamW(model)
-        with pytest.raises(TypeError, match=unsupported):
+        with pytest.raises(TypeError, match=r"parallelize_module.*call it before grass\.compact"):
             loss_of(model, batches(1)[0])
         del earlier
 
@@ -119,24 +110,35 @@ def test_what_is_refused() -> None:
     run_world(refused, 2)
 
 
-def refused_on_a_mesh(rank: int) -> None:
+def on_a_mesh(rank: int) -> dict[str, Tensor]:
     """FSDP2 over one dimension of a mesh, tensor parallelism over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "parts"))
     plan = {"mix": ColwiseParallel(), "down": RowwiseParallel()}
-    model = Network()
-    grass.compact(model, rank=3)
-    parallelize_module(model, mesh["parts"], plan)
+    model = parallelize_module(Network(torch.float64), mesh["parts"], plan)
     fully_shard(model, mesh=mesh["shards"])
-    with pytest.raises(TypeError, match="parallelize_module has sharded yet"):
-        GrassAdamW(model)
-    model = parallelize_module(Network(), mesh["parts"], plan)
-    fully_shard(model, mesh=mesh["shards"])
-    for name in plan:
-        for dim in (0, 1):
-            with pytest.raises(ValueError, match=r"sharded over two dimensions.*not support yet.*tensor parallelism"):
+    for name, dims in {"mix": [0], "down": [0, 1]}.items():
+        for dim in dims:
+            with pytest.raises(ValueError, match=rf"is placed as .* but Grass selects along dimension {dim}"):
                 GrassAdamW([model.get_submodule(name).weight], rank=3, dim=dim)
-    GrassAdamW(model.parameters(), rank=None)
+    optimizer = optimizer_on_a_mesh(model)
+    for inputs, targets in joint_batches():
+        optimizer.zero_grad()
+        half = slice(12 * mesh.get_local_rank("shards"), 12 * mesh.get_local_rank("shards") + 12)
+        loss_of(model, (inputs[half], targets[half])).backward()
+        optimizer.step()
+    return whole(model)
 
 
-def test_fsdp2_with_tensor_parallelism_is_refused() -> None:
-    run_world(refused_on_a_mesh, 4)
+def optimizer_on_a_mesh(model: Network) -> GrassAdamW:
+    """Columns of ``mix``, whose rows both dimensions of the mesh divide; the rest at full rank."""
+    others = [p for name, p in model.named_parameters() if name != "mix.weight"]
+    groups = [{"params": [model.mix.weight], "dim": 1}, {"params": others, "rank": None}]
+    return GrassAdamW(groups, rank=3, **{**OPTIONS, "selection": "top_r", "explore": 1.0})
+
+
+@pytest.mark.slow
+def test_fsdp2_beside_tensor_parallelism() -> None:
+    model = Network(torch.float64)
+    train(model, optimizer_on_a_mesh(model), joint_batches())
+    for ours in run_world(on_a_mesh, 4):
+        assert_close(ours, weights(model))

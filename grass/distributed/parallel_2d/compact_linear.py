@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from grass.compact_mode.function import differentiable_once
 from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.sync import Stamp, Written
+from grass.compact_mode.linear_function import differentiable_once
+from grass.compact_mode.stratum_state import Strata
+from grass.compact_mode.synced_rows import Stamp, Written
 from grass.distributed.parallel_2d.layers import Linear2D, autocast_to, local_part
 from grass.distributed.parallel_2d.mesh import WEIGHT, Grid, arrived
-from grass.distributed.parallel_2d.stratum_state import held_state, saved_state
 from grass.distributed.parallel_2d.summa import (
     input_gradient,
     product,
@@ -58,6 +58,7 @@ class CompactLinear2D(CompactLayer, Linear2D):
     _cache: tuple[int, Stamp, Tensor] | None = None  # steps and stamp of the weight, the column's (a, m/b, n/a)
 
     strata = Linear2D.strata
+    sums_sketch = True
 
     @property
     def stratum(self) -> int:  # type: ignore[override]
@@ -85,13 +86,16 @@ class CompactLinear2D(CompactLayer, Linear2D):
         return sharded
 
     def saved_state(self, state: State) -> State:
-        """:func:`grass.distributed.parallel_2d.stratum_state.saved_state`."""
+        """:meth:`grass.compact_mode.stratum_state.Strata.saved_state`."""
         active = self.selected_part(self.rows()) if "active" in state else None
-        return saved_state(state, active, self._grid, self.shape)
+        return self._strata().saved_state(state, active)
 
     def held_state(self, state: State) -> State:
-        """:func:`grass.distributed.parallel_2d.stratum_state.held_state`."""
-        return held_state(state, self._grid, self.shape)
+        """:meth:`grass.compact_mode.stratum_state.Strata.held_state`."""
+        return self._strata().held_state(state)
+
+    def _strata(self) -> Strata:
+        return Strata(self._grid.mesh, 0, WEIGHT, 1, self.shape)
 
     def begin_sketch(self, signs: Tensor | None) -> None:
         """As :meth:`CompactLayer.begin_sketch`; this rank has the signs of its output features."""

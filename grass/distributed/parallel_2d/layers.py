@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 from torch.nn import functional as F
 
-from grass.compact_mode.function import differentiable_once
+from grass.compact_mode.linear_function import differentiable_once
 from grass.distributed.parallel_2d.mesh import (
     FEATURES,
     TABLE,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from grass.compact_mode.classes import COUNTERPARTS
+from grass.compact_mode.linear_classes import COUNTERPARTS
 from grass.distributed.parallel_2d.calls import forward_on
 from grass.distributed.parallel_2d.checks import check_mesh, check_model, head_size, norm_kind
 from grass.distributed.parallel_2d.compact_linear import CompactLinear2D

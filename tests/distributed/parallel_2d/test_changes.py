@@ -152,7 +152,7 @@ def wrong_calls(rank: int) -> bool:
     with pytest.raises(ValueError, match="ForCausalLMLoss"):
         model(input_ids=tokens, labels=tokens)
     weight = model.model.layers[0].mlp.up_proj.weight
-    with pytest.raises(ValueError, match=r"sharded over two dimensions of a mesh.*after grass.compact\(\)"):
+    with pytest.raises(ValueError, match=r"selects along dimension 1.*parallelize_2d, then grass.compact\(\)"):
         GrassAdamW([weight], rank=0.5)
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
         on_grid(decoder(attention_dropout=0.1), 2, 2)

@@ -12,11 +12,9 @@ import grass
 from grass import GrassAdamW
 from grass.compact_mode.layer import CompactLayer
 from tests.distributed.parallel_2d.decoders import decoder, ids, labels_of, on_grid, plain_loss, whole
+from tests.distributed.strata import EXACT, convert, whole_state
 from tests.distributed.training import assert_close
 from tests.distributed.world import run_world
-
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
-"""In float64 only the order of sums differs."""
 
 LOOSER = {"rtol": 1e-8, "atol": 1e-8}
 """Four strata select one column each. Explored columns are then scaled by quotients of single entries, which magnify
@@ -33,56 +31,18 @@ CASES: list[dict[str, Any]] = [
 OPTIONS: dict[str, Any] = {"scale": 1.0, "lr": 1e-2, "update_interval": 2}
 
 
-class Strata(nn.Module):
-    """A linear layer of one process as the sum of layers over block columns, each with rows of its own."""
-
-    def __init__(self, linear: nn.Linear, strata: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList()
-        for columns in linear.weight.detach().chunk(strata, dim=1):
-            block = nn.Linear(columns.shape[1], columns.shape[0], bias=False, dtype=columns.dtype)
-            block.weight.data.copy_(columns)
-            self.blocks.append(block)
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = sum(block(part) for block, part in zip(self.blocks, x.chunk(len(self.blocks), dim=-1), strict=True))
-        return y if self.bias is None else y + self.bias
-
-    def matrix(self) -> Tensor:
-        return torch.cat([block.weight.detach() for block in self.blocks], dim=1)
-
-
 def one_process(strata: int, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Train with strata in one process: draws are those of the grid's layers, whose places differ."""
-    places = places_on_a_grid()
+    """Train with strata in one process."""
     model = decoder()
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and name != "lm_head"]
-    for name in linears:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, Strata(model.get_submodule(name), strata))
-    grass.compact(model, **ROWS)
-    for number, name in enumerate(linears):
-        for stratum, block in enumerate(model.get_submodule(name).blocks):
-            block.first_draw = 0, number + (stratum << 24)
-            block.place = lambda position, key=places[name] + (stratum << 24): key
-            block.restore(*torch.split(block.draw_first(), block.counts()))
+    convert(model, dict.fromkeys(linears, strata), **ROWS)
     optimizer = GrassAdamW(model, **OPTIONS, **options)
     for step in range(STEPS):
         optimizer.zero_grad()
         plain_loss(model, ids(step)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-    state = {name: value for name, value in model.state_dict().items() if ".blocks." not in name}
-    return {**state, **{f"{name}.weight": model.get_submodule(name).matrix() for name in linears}}
-
-
-def places_on_a_grid() -> dict[str, int]:
-    """Each layer's place among the parameters that train."""
-    model = decoder()
-    grass.compact(model, **ROWS)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    return {name.removesuffix(".active"): place for place, name in enumerate(names)}
+    return whole_state(model)
 
 
 def trained(rank: int, shape: tuple[int, ...], cases: list[dict[str, Any]], grid: dict[str, Any]) -> list[Any]:

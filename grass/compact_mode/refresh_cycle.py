@@ -50,15 +50,14 @@ class Trained(NamedTuple):
     def seen(self) -> Tensor:
         """bool ``(experts,)``: which experts had tokens, by the gradient of their selected rows."""
         if self.grad is None or self.layer.experts == 1:
-            return torch.ones(self.layer.experts, dtype=torch.bool)
+            return torch.ones(self.layer.experts, dtype=torch.bool, device=self.layer.active.device)
         rows = self.layer.selected_part(self.grad)
         return have_tokens(of_each(rows, self.layer.dim, self.layer.experts))
 
 
 def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
     """Start the state of a layer with the rows that its conversion selected. Returns the state."""
-    if layer.strata == 1:
-        check_sharding(layer)
+    check_sharding(layer)
     state.update(step=0, refresh_step=0, refreshes=1, indices=layer.selected.clone(), dim=layer.dim)
     state["explored"] = layer.explored.numel()
     carry(None, layer.projector(), None)
@@ -72,8 +71,9 @@ def check_sharding(layer: CompactLayer) -> None:
         raise ValueError(f"weights={layer.weights!r} cannot be sharded: their scales belong to whole rows")
     if layer.experts > 1 and is_sharded(layer.active):
         raise ValueError("Experts cannot be sharded: train them with DDP, or give each rank its own experts")
-    check_shards(layer.weight, layer.weight_axis(layer.dim), "weight")
-    check_shards(layer.active, layer.dim, "active")
+    if layer.strata == 1:
+        check_shards(layer.weight, layer.weight_axis(layer.dim), "weight")
+    check_shards(layer.of_stratum(layer.active), layer.dim, "active")
 
 
 def check_rows(layer: CompactLayer, state: State) -> None:
@@ -96,7 +96,7 @@ def reserve_rows(state: State, layer: CompactLayer) -> None:
     """
     state.pop("active", None)
     if layer.active.dtype != layer.weight.dtype:
-        state["active"] = torch.empty(0, dtype=layer.active.dtype)
+        state["active"] = torch.empty(0, dtype=layer.active.dtype, device=layer.active.device)
 
 
 def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Options, index: int) -> None:
@@ -148,8 +148,9 @@ def gathered_norms(layers: list[CompactLayer], ranks: Ranks) -> list[Tensor]:
     If a sketch overflowed, its norms are all zero: its largest rows would otherwise count as the smallest.
     """
     sketches = [layer.end_sketch() for layer in layers]
-    ranks.mean_([sketch for sketch, layer in zip(sketches, layers, strict=True) if layer.strata == 1])
-    return [torch.linalg.vector_norm(s if s.isfinite().all() else torch.zeros_like(s), dim=1) for s in sketches]
+    ranks.mean_([sketch for sketch, layer in zip(sketches, layers, strict=True) if not layer.sums_sketch])
+    norms = [torch.linalg.vector_norm(s if s.isfinite().all() else torch.zeros_like(s), dim=1) for s in sketches]
+    return [layer.rows_of_stratum(of_all) for layer, of_all in zip(layers, norms, strict=True)]
 
 
 def rademacher(width: int, size: int, generator: torch.Generator) -> Tensor:

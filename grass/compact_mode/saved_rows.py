@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grass.compact_mode.sync import SyncedRows
+from grass.compact_mode.synced_rows import SyncedRows
 
 
 class SavedRows(SyncedRows):

@@ -9,6 +9,7 @@ from torch import nn
 
 from grass.compact_mode.int8 import Int8Linear
 from grass.compact_mode.layer import CompactLayer, CompactLinear
+from grass.parallel.shards import is_tensor_parallel
 
 COUNTERPARTS: dict[type[nn.Module], type[CompactLayer]] = {}
 """Classes of linear layers that other parts of the package add, with their converted counterparts."""
@@ -47,9 +48,10 @@ def compact_class(module: nn.Module, weights: str | None = None) -> type[Compact
     cls: Any = type(module)
     if cls in COUNTERPARTS:
         return COUNTERPARTS[cls]
-    base = Int8Linear if weights == "int8" else CompactLinear
+    base: Any = _base(module, weights)
     if cls is nn.Linear:
-        return base
+        plain: type[CompactLayer] = base
+        return plain
     if issubclass(cls, nn.Linear) and not issubclass(cls, nn.LazyLinear) and _computes_as_linear(cls):
         derived: type[CompactLayer] = _derived(base, cls)
         return derived
@@ -58,6 +60,15 @@ def compact_class(module: nn.Module, weights: str | None = None) -> type[Compact
 
         return Int8Conv1D if weights == "int8" else CompactConv1D
     return None
+
+
+def _base(module: nn.Module, weights: str | None) -> type[CompactLayer]:
+    """The counterpart of a plain linear layer, by where and how its weight is stored."""
+    if is_tensor_parallel(module):
+        from grass.compact_mode.tensor_parallel import TensorParallelLinear  # torch.distributed may not be there
+
+        return TensorParallelLinear
+    return Int8Linear if weights == "int8" else CompactLinear
 
 
 def _computes_as_linear(cls: type[nn.Linear]) -> bool:

@@ -24,7 +24,7 @@ UNKNOWN = object()
 """The value of a condition that needs more than the module to be known."""
 
 
-def left_alone(model: nn.Module) -> dict[str, str]:
+def unconvertible(model: nn.Module) -> dict[str, str]:
     """Map the name of each layer that must not be converted to the reason.
 
     The source of the enclosing module's ``forward``, and of its methods that ``forward`` names, is searched for

@@ -112,7 +112,7 @@ class SyncedRows(ActiveRows):
         compiling = torch.compiler.is_compiling()
         if not (compiling and self.gated):
             self.arrive()
-        if compiling or self._sharded:
+        if compiling or (self._sharded and not self._empty):
             return
         if self._pending:
             self._write_pending()
