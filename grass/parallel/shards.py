@@ -1,8 +1,9 @@
 """Sharded weights: parameters are ``DTensor``, the arithmetic uses each rank's local tensor.
 
-FSDP2 and tensor parallelism shard a weight along one dimension. Grass needs it to be the dimension along which it does
-not select: every rank then has its part of every row (``dim=1``: column) and updates its part of the selected ones. A
-refresh only sums squared norms over the shards.
+FSDP2 and tensor parallelism each shard a weight along one dimension. Where it is the one along which Grass does not
+select, every rank has its part of every row (``dim=1``: column) and updates its part of the selected ones. A refresh
+only sums squared norms over the shards. Compact mode also takes tensor parallelism along the other dimension, in strata
+(:mod:`grass.compact_mode.tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from grass import kernels
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Any) -> bool:
     """Whether this is a ``DTensor``."""
     return hasattr(tensor, "to_local")
 
@@ -33,9 +34,14 @@ def local(tensor: Tensor) -> Tensor:
 
 
 TENSOR_PARALLEL = (
-    "Compact mode does not support weights that parallelize_module has sharded yet: use dense mode (without "
-    "grass.compact()), grass.distributed.parallelize_2d, or FSDP2 alone"
+    "Converted layers do not take parallelize_module, which divides their rows unseen: call it before grass.compact(), "
+    "and fully_shard after"
 )
+
+
+def shard_dim(placement: Any) -> int | None:
+    """The dimension of a tensor that a placement divides, also in strides (FSDP2 beside tensor parallelism)."""
+    return getattr(placement, "dim", None)
 
 
 def aligned_grad(parameter: Tensor) -> Tensor:
@@ -49,30 +55,20 @@ def aligned_grad(parameter: Tensor) -> Tensor:
 
 
 def check_shards(tensor: Tensor, selected: int, name: str) -> None:
-    """Check that a tensor is not sharded along its dimension ``selected``.
-
-    Raises:
-        ValueError: it is, or it is sharded over more than one dimension of a mesh.
-    """
+    """Raise ``ValueError`` if a tensor is sharded along its dimension ``selected``, or holds partial sums."""
     placements = getattr(tensor, "placements", ())
-    shards = [p for p in placements if not p.is_replicate()]
-    if len(shards) > 1:
-        raise ValueError(
-            f"{name} of shape {tuple(tensor.shape)} is sharded over two dimensions of a mesh, as {placements}, which "
-            "Grass does not support yet: use FSDP2 or tensor parallelism alone, or pass rank=None. Weights of "
-            "grass.distributed.parallelize_2d train after grass.compact()"
-        )
-    if any(not p.is_shard() or p.is_shard(selected) for p in shards):
+    if any(not p.is_replicate() and shard_dim(p) in (None, selected) for p in placements):
         raise ValueError(
             f"{name} of shape {tuple(tensor.shape)} is placed as {placements}, but Grass selects along dimension "
-            f"{selected}: choose the other dim=, or for FSDP2 pass "
-            "shard_placement_fn=grass.distributed.shard_placement_fn(model) to fully_shard"
+            f"{selected}: choose the other dim=, for FSDP2 pass "
+            "shard_placement_fn=grass.distributed.shard_placement_fn(model) to fully_shard, or for tensor parallelism "
+            "train in compact mode: parallelize_module or parallelize_2d, then grass.compact(), then fully_shard"
         )
 
 
 def is_tensor_parallel(module: Any) -> bool:
     """Whether ``parallelize_module`` has sharded the weight of a layer."""
-    return is_sharded(module.weight) and getattr(module, "_distribute_module_applied", False)
+    return is_sharded(getattr(module, "weight", None)) and getattr(module, "_distribute_module_applied", False)
 
 
 def row_norms(grad: Tensor, dim: int) -> Tensor:
@@ -84,7 +80,7 @@ def row_norms(grad: Tensor, dim: int) -> Tensor:
 def summed(part: Tensor, like: Tensor) -> Tensor:
     """Each rank's partial sum over the entries of ``like``, summed over the ranks that hold shards of it."""
     for mesh_dim, placement in enumerate(getattr(like, "placements", ())):
-        if placement.is_shard():
+        if shard_dim(placement) is not None:
             part = part.clone()
             dist.all_reduce(part, group=like.device_mesh.get_group(mesh_dim))  # type: ignore[attr-defined]
     return part

@@ -1,0 +1,85 @@
+"""Takes one wait out of the package at a time, and says which test on the stand-in fails.
+
+``python tests/accelerator/mutants.py`` prints the table of ``README.md``. It edits the files of this checkout and puts
+each back at once.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+NOTHING = "pass"
+MUTANTS = {
+    "grass/offload/staging.py": [
+        ("copy down: wait for what writes the source", "self._down_stream.wait_event(after)", NOTHING),
+        ("copy down: wait for the piece before it is read", "events[i].synchronize()", NOTHING),
+        ("copy up: wait for what reads the target", "self._up_stream.wait_event(after)", NOTHING),
+        ("copy up: wait for a buffer before it is filled again", "events[i - SLOTS].synchronize()", NOTHING),
+        ("copy up: wait for the last pieces", "        self._up_stream.synchronize()", "        pass"),
+        ("copy up, pinned: wait for the copy", "source, out).synchronize()", "source, out)"),
+    ],
+    "grass/parallel/background.py": [
+        ("exchange: wait for earlier work", "current_stream(device).wait_event(before)", NOTHING),
+        ("exchange: the next step waits for it", "current.wait_event(done)", NOTHING),
+        ("exchange: record_stream of what it made", "value.record_stream(current)", NOTHING),
+        ("exchange: keep what it reads", "kept = work, list(state.values())", "kept = None"),
+    ],
+    "grass/state/bank.py": [
+        ("bank: wait for rows before the host reads them", "current_stream(rows.device).synchronize()", NOTHING),
+    ],
+    "grass/offload/replicas.py": [
+        ("offload: mark of the gradient", "self._mark = link.mark()", "self._mark = None"),
+        ("offload: mark of arriving rows", "self._selected, link.mark())", "self._selected, None)"),
+        ("offload: mark of what arrives", "link.up(values, there, link.mark())", "link.up(values, there, None)"),
+    ],
+    "grass/offload/visits.py": [
+        ("visit: mark of the state that comes", "self._there[key], link.mark())", "self._there[key], None)"),
+        ("visit: mark of the stepped state", "mark, home = link.mark(),", "mark, home = None,"),
+    ],
+    "grass/streaming/gradients.py": [
+        ("stream: mark of a gradient", "mark = self._link.mark()", "mark = None"),
+    ],
+    "grass/streaming/boundary.py": [
+        ("stream: mark of an activation that leaves", "        mark = link.mark()", "        mark = None"),
+        ("stream: mark of an activation that returns", "        mark = self._link.mark()", "        mark = None"),
+    ],
+    "grass/streaming/visitor.py": [
+        ("stream: mark of a unit that comes", "mark, unit = self._link.mark(),", "mark, unit = None,"),
+    ],
+    "grass/streaming/turns.py": [
+        ("micro-batches: threads take over the stream", "stack.enter_context(on(self._stream))", NOTHING),
+    ],
+}
+
+
+def failing_test() -> str:
+    """The first quick test that fails; empty if none does."""
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-o", "python_files=on_*.py", "-m", "not slow"]
+    command = [sys.executable, "-m", "pytest", *options, str(HERE / "on_training.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    found = re.search(r"^(?:FAILED|ERROR) \S+::(test_\w+(?:\[.*?\])?)", done.stdout, flags=re.MULTILINE)
+    return found[1] if found else "" if done.returncode == 0 else f"exit status {done.returncode}"
+
+
+def main() -> None:
+    """Print a row for each mutant."""
+    print("| taken out | fails |\n|---|---|", flush=True)
+    for name, mutants in MUTANTS.items():
+        path = ROOT / name
+        source = path.read_text()
+        for what, old, new in mutants:
+            assert source.count(old) == 1, (name, old)
+            try:
+                path.write_text(source.replace(old, new))
+                print(f"| {what} | `{failing_test() or 'nothing'}` |", flush=True)
+            finally:
+                path.write_text(source)
+
+
+if __name__ == "__main__":
+    main()
