@@ -13,6 +13,7 @@ import fcntl
 import glob
 import os
 import shutil
+import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,13 +22,15 @@ from pathlib import Path
 import torch
 
 from grass.command_line import ArgumentParser
-from grass.training.data.blocks import DataConfig
-from grass.training.data.corpus import split_by_file, standard_library, text_files
-from grass.training.data.docstrings import PACKAGES
-from grass.training.data.loading import load_data
-from grass.training.finetune.tiny import tiny_decoder, train_tokenizer
-from grass.training.run.loop import TrainConfig, Trainer
-from grass.training.run.optimizers import OptimizerConfig, build_optimizer
+
+sys.path.append(str(Path(__file__).parents[1]))
+from training.data.blocks import DataConfig
+from training.data.corpus import split_by_file, standard_library, text_files
+from training.data.docstrings import PACKAGES
+from training.data.loading import load_data
+from training.finetune.tiny import tiny_decoder, train_tokenizer
+from training.run.loop import TrainConfig, Trainer
+from training.run.optimizers import OptimizerConfig, build_optimizer
 
 BASE = Path("runs/study/base")
 STEPS = 2000

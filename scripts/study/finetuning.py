@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from base import other_files
 from datasets import DatasetDict
 from grid import CURVE_POINTS, Cell, FinetuneConfig
 from results import CURVE
+from torch import Tensor, nn
 from transformers import (
+    AutoTokenizer,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -20,23 +25,30 @@ from transformers import (
 )
 
 from grass.memory import state_bytes
-from grass.training.data.docstrings import docstrings_of_signatures, packages_of_docstrings
-from grass.training.finetune import classification, instructions
-from grass.training.finetune.run import FinetuneTask
-from grass.training.run.metrics import gradient_bytes
-from grass.training.run.models import seeded
-from grass.training.run.optimizers import build_optimizer
-from grass.training.run.signals import GracefulStop
+
+sys.path.append(str(Path(__file__).parents[1]))
+from training.data.corpus import split_by_file, text_files
+from training.data.docstrings import docstrings_of_signatures, packages_of_docstrings
+from training.data.facts import facts
+from training.finetune import classification, instructions
+from training.finetune.run import FinetuneTask, add_adapters, not_projected
+from training.run.metrics import gradient_bytes
+from training.run.models import seeded
+from training.run.optimizers import build_optimizer
+from training.run.signals import GracefulStop
 
 
 def finetune(cell: Cell, config: FinetuneConfig, base: Path) -> dict[str, Any] | None:
     """Train; the values of the cell's row, or ``None`` if a signal stopped it before the last step."""
     task = finetune_task(cell, config, base)
-    optimizer = build_optimizer(task.model, cell.optimizer)
+    model = trained_model(task, cell)
+    optimizer = build_optimizer(model, cell.optimizer)
     with tempfile.TemporaryDirectory() as out, GracefulStop() as stop:
         watch = Watch(stop)
         arguments = training_arguments(cell, config, out)
-        trainer = Trainer(**task.keywords(arguments), optimizers=(optimizer, None), callbacks=[watch])
+        trainer = Trainer(
+            **task.keywords(arguments) | {"model": model}, optimizers=(optimizer, None), callbacks=[watch]
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     if trainer.state.global_step < cell.steps:
@@ -51,7 +63,41 @@ def finetune(cell: Cell, config: FinetuneConfig, base: Path) -> dict[str, Any] |
         "gradient_bytes": watch.gradient_bytes,
         **{name: f"{entry['eval_loss']:.4f}" for name, entry in zip(CURVE, evaluations, strict=True)},
         "accuracy": f"{accuracy:.4f}",
+        "trained": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        "pretraining_loss": "" if cell.task == "classify" else f"{pretraining_loss(model, base):.4f}",
     }
+
+
+def trained_model(task: FinetuneTask, cell: Cell) -> nn.Module:
+    """The task's model as the cell trains it: with an adapter or without, with all that is not projected or without."""
+    model, others = task.model, not_projected(task.model)
+    if cell.adapter is not None:
+        with seeded(cell.seed, torch.device("cpu")):
+            model = add_adapters(model, cell.adapter, cell.adapter_rank or 0, classification=cell.task == "classify")
+    for parameter in others:
+        parameter.requires_grad_(not cell.only_projected)
+    return model
+
+
+@torch.no_grad()
+def pretraining_loss(model: nn.Module, base: Path) -> float:
+    """Mean loss, nats per token, on files that the base model was not trained on: how much it has forgotten."""
+    model.eval()
+    losses = [model(input_ids=ids, labels=ids).loss.item() for ids in held_out_blocks(base).split(16)]
+    return sum(losses) / len(losses)
+
+
+@cache
+def held_out_blocks(base: Path) -> Tensor:
+    """The first 64 blocks of 256 tokens of the files held out from the base model's pretraining, ``(64, 256)``."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    _, documents = split_by_file(text_files(other_files()))
+    ids: list[int] = []
+    for document in documents:
+        ids += tokenizer(document.text, verbose=False)["input_ids"]
+        if len(ids) >= 64 * 256:
+            break
+    return torch.tensor(ids[: 64 * 256]).view(64, 256)
 
 
 def finetune_task(cell: Cell, config: FinetuneConfig, base: Path) -> FinetuneTask:
@@ -60,7 +106,7 @@ def finetune_task(cell: Cell, config: FinetuneConfig, base: Path) -> FinetuneTas
         if cell.task == "classify":
             task, dataset = classification.Task(), _part(packages_of_docstrings(), config.examples)
             return classification.finetune_task(base, task, dataset, max_length=config.max_length)
-        dataset = _part(docstrings_of_signatures(), config.examples)
+        dataset = _part(facts() if cell.task == "facts" else docstrings_of_signatures(), config.examples)
         return instructions.finetune_task(base, dataset, max_length=config.max_length, packed=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,14 +16,20 @@ import yaml
 
 from grass.memory.llama import LLAMA_SHAPES
 from grass.options import DEFAULTS
-from grass.training.data.blocks import DataConfig
-from grass.training.run.optimizers import OptimizerConfig
+
+sys.path.append(str(Path(__file__).parents[1]))
+from training.data.blocks import DataConfig
+from training.finetune.run import ADAPTERS
+from training.run.optimizers import OptimizerConfig
 
 CURVE_POINTS = 10
 """Evaluations per run, at equal distances."""
 
 NOT_SETTINGS = frozenset({"name", "seed"})
 """Fields of an :class:`OptimizerConfig` that have a column of their own in the results."""
+
+OF_THE_CELL = ("clip", "autocast", "adapter", "adapter_rank", "only_projected")
+"""Settings of a :class:`Cell` itself; methods and studies may have them too."""
 
 BASE_MODEL = "1m"
 """Size of the base model that finetuning starts from."""
@@ -52,8 +59,9 @@ class FinetuneConfig:
 FINETUNING = {
     "classify": FinetuneConfig(batch_size=16, max_length=64),
     "instruct": FinetuneConfig(batch_size=8, max_length=256),
+    "facts": FinetuneConfig(batch_size=8, max_length=256),
 }
-"""Which package a docstring is from; the docstring of a function's signature. An epoch has 83, or 58, steps."""
+"""Which package a docstring is from; the docstring of a function's signature; words that nobody has seen before."""
 TASKS = ("pretrain", *FINETUNING)
 
 GRID_KEYS = {"model", "data", "finetuning", "horizons", "methods", "studies"}
@@ -74,6 +82,9 @@ class Cell:
         optimizer: and its hyperparameters; its own ``seed`` is that of the cell.
         clip: largest norm of the gradient; 0 does not clip.
         autocast: compute in bfloat16, in pretraining. ``False`` suits CPUs without instructions for it.
+        adapter: in finetuning, one of :data:`training.finetune.run.ADAPTERS`, which AdamW trains.
+        adapter_rank: its rank.
+        only_projected: in finetuning, embeddings, norms and head are frozen. With an adapter, ``False`` trains them.
     """
 
     task: str = "pretrain"
@@ -83,6 +94,9 @@ class Cell:
     optimizer: OptimizerConfig
     clip: float = 1.0
     autocast: bool = True
+    adapter: str | None = None
+    adapter_rank: int | None = None
+    only_projected: bool = False
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -97,15 +111,28 @@ class Cell:
             raise ValueError(f"Invalid clip={self.clip}: must be >= 0, where 0 does not clip")
         if self.task != "pretrain" and not self.autocast:
             raise ValueError(f"Invalid autocast={self.autocast} for task={self.task}: only pretraining can do without")
+        self._check_finetuning()
         if self.seed != self.optimizer.seed:
             raise ValueError(f"Invalid seed={self.optimizer.seed} of the optimizer in a cell with seed={self.seed}")
+
+    def _check_finetuning(self) -> None:
+        given = {"adapter": self.adapter, "adapter_rank": self.adapter_rank, "only_projected": self.only_projected}
+        if self.task == "pretrain" and any(given.values()):
+            raise ValueError(f"Invalid {given} for task=pretrain: they are for finetuning")
+        if self.adapter is not None and (self.adapter not in ADAPTERS or self.optimizer.name != "adamw"):
+            raise ValueError(
+                f"Invalid adapter={self.adapter} with {self.optimizer.name}: must be one of {', '.join(ADAPTERS)}, "
+                "trained by adamw"
+            )
+        if (self.adapter is None) != (self.adapter_rank is None):
+            raise ValueError(f"Invalid adapter={self.adapter} with adapter_rank={self.adapter_rank}: both or none")
 
     @cached_property
     def settings(self) -> str:
         """The learning rate and what differs from the defaults, as in ``"lr=0.003 rank=0.125"``."""
         fields = (field for field in dataclasses.fields(self.optimizer) if field.name not in NOT_SETTINGS)
         values = [(field.name, getattr(self.optimizer, field.name), _default(field)) for field in fields]
-        values += [("clip", self.clip, Cell.clip), ("autocast", self.autocast, Cell.autocast)]
+        values += [(name, getattr(self, name), getattr(Cell, name)) for name in OF_THE_CELL]
         return " ".join(
             f"{name}={_spelled(value)}"
             for name, value, default in values
@@ -168,7 +195,7 @@ def load_grid(path: Path) -> Grid:
     The file has ``model``, ``data`` (of :class:`DataConfig`), ``horizons`` (steps by name), ``methods`` (settings of
     :class:`OptimizerConfig` by name), optionally ``finetuning`` (by task, what differs from :data:`FINETUNING`) and
     ``studies``, a list of mappings: ``name``; ``methods``, names; ``horizon``, a name; ``seeds``; and optionally
-    ``task``, ``model``, ``set`` (settings on top of the methods', and a cell's ``clip`` and ``autocast``) and ``vary``
+    ``task``, ``model``, ``set`` (settings on top of the methods', and those of :data:`OF_THE_CELL`) and ``vary``
     (lists of values; their product is run).
 
     Raises:
@@ -206,7 +233,7 @@ def _cells(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[Ce
         settings = {**_look_up(document["methods"], method, "method"), **entry.get("set", {}), "seed": seed}
         for values in itertools.product(*varied.values()):
             chosen = settings | dict(zip(varied, values, strict=True))
-            own = {"clip": chosen.pop("clip", Cell.clip), "autocast": chosen.pop("autocast", Cell.autocast)}
+            own = {name: chosen.pop(name, getattr(Cell, name)) for name in OF_THE_CELL}
             optimizer = _build(OptimizerConfig, chosen)
             task, model = entry.get("task", "pretrain"), entry.get("model", document["model"])
             yield Cell(task=task, model=model, steps=steps, seed=seed, optimizer=optimizer, **own)

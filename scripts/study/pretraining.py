@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,13 @@ from grid import CURVE_POINTS, Cell
 from results import CURVE
 
 from grass.memory.llama import llama_config
-from grass.training.data.blocks import DataConfig
-from grass.training.data.loading import load_data
-from grass.training.run.loop import TrainConfig, Trainer
-from grass.training.run.models import build_llama
-from grass.training.run.optimizers import build_optimizer
+
+sys.path.append(str(Path(__file__).parents[1]))
+from training.data.blocks import DataConfig
+from training.data.loading import load_data
+from training.run.loop import TrainConfig, Trainer
+from training.run.models import build_llama
+from training.run.optimizers import build_optimizer
 
 
 def pretrain(cell: Cell, data_config: DataConfig) -> dict[str, Any] | None:

@@ -28,11 +28,11 @@ from provenance import write
 
 from grass.command_line import ArgumentParser
 from grass.memory.llama import LLAMA_SHAPES, llama_config
-from grass.training.data.blocks import DataConfig
-from grass.training.data.loading import load_data
-from grass.training.run.loop import TrainConfig, Trainer
-from grass.training.run.models import build_llama
-from grass.training.run.optimizers import OptimizerConfig, build_optimizer
+from training.data.blocks import DataConfig
+from training.data.loading import load_data
+from training.run.loop import TrainConfig, Trainer
+from training.run.models import build_llama
+from training.run.optimizers import OptimizerConfig, build_optimizer
 
 CONTESTANTS = {
     "adamw": OptimizerConfig(name="adamw"),

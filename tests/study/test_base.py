@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grass.training.data.docstrings import PACKAGES
-from grass.training.run.loop import Trainer
+from training.data.docstrings import PACKAGES
+from training.run.loop import Trainer
 
 
 def test_files_of_the_tasks_are_left_out():

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from grid import FINETUNING, Cell, FinetuneConfig, load_grid
 
-from grass.training.run.optimizers import OptimizerConfig
+from training.run.optimizers import OptimizerConfig
 
 
 def test_cells_in_order_and_once(grid_file):
@@ -39,9 +39,13 @@ def test_seed_reaches_the_row_selection(grid_file):
         ("model: 1m", "model: 2m", "Unknown model '2m'; available: 1m"),
         ("eval_blocks", "blocks", "Unknown blocks in DataConfig"),
         ("lr: 0.01, betas", "clip: -1, betas", "Invalid clip=-1: must be >= 0"),
-        ("task: classify", "task: translate", "Unknown task 'translate'; available: pretrain, classify, instruct"),
+        (
+            "task: classify",
+            "task: translate",
+            "Unknown task 'translate'; available: pretrain, classify, instruct, facts",
+        ),
         ("task: classify", "task: classify, model: 9m", "model=9m for task=classify: finetuning starts from 1m"),
-        ("  classify:", "  pretrain:", "Unknown pretrain in finetuning; allowed: classify, instruct"),
+        ("  classify:", "  pretrain:", "Unknown pretrain in finetuning; allowed: classify, facts, instruct"),
         ("max_length: 16", "length: 16", "Unknown length in FinetuneConfig"),
         ("examples: 12", "examples: 0", "Invalid examples=0: must be >= 1"),
         ("methods:\n", "methodes:\n", "Unknown methodes in the grid"),
@@ -69,6 +73,33 @@ def test_finetuning_data_are_the_defaults_but_for_what_is_changed(grid_file):
 def test_seed_of_cell_and_optimizer_agree():
     with pytest.raises(ValueError, match="seed=1 of the optimizer in a cell with seed=2"):
         Cell(model="1m", steps=10, seed=2, optimizer=OptimizerConfig(seed=1))
+
+
+def test_adapters_are_settings_of_the_cell(grid_file):
+    grid_file.write_text(
+        grid_file.read_text().replace(
+            "task: classify, methods: [adamw], horizon: short, seeds: [0]",
+            "task: facts, methods: [adamw], horizon: short, seeds: [0], "
+            "set: {adapter: dora, adapter_rank: 2, only_projected: true}",
+        )
+    )
+    (found,) = (cell for cell in load_grid(grid_file).study("finetuning").cells if cell.adapter)
+    assert found.settings == "lr=0.001 adapter=dora adapter_rank=2 only_projected=True"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "pretrain", "only_projected": True}, "only_projected.*task=pretrain: they are for finetuning"),
+        ({"adapter": "vera", "adapter_rank": 2}, "adapter=vera with adamw: must be one of lora, dora, rslora"),
+        ({"adapter": "lora"}, "adapter=lora with adapter_rank=None: both or none"),
+        ({"adapter": "lora", "adapter_rank": 2, "name": "grass"}, "adapter=lora with grass: .*trained by adamw"),
+    ],
+)
+def test_adapters_that_cannot_be(settings, message):
+    optimizer = OptimizerConfig(name=settings.pop("name", "adamw"))
+    with pytest.raises(ValueError, match=message):
+        Cell(**{"task": "facts", "model": "1m", "steps": 10, "seed": 0, "optimizer": optimizer, **settings})
 
 
 def test_clip_is_a_setting_of_the_cell(grid_file):
