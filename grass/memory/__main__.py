@@ -6,6 +6,7 @@ r"""What training a model takes, by category and method, and what fits a GPU.
     python -m grass.memory --model 13b --offload --machine machine.json --gpu 40GB
     python -m grass.memory --model 13b --offload-path /fast/disk
     python -m grass.memory --model 70b --stream --gpu 24GB --host 192GB
+    python -m grass.memory --model 13b --tokens 26B --tflops 400
     python -m grass.memory --model path/to/config.json --no-checkpointing --chunked-loss 0
 
 Nothing is allocated: what a block saves is counted on tensors without contents, the rest follows in closed form; all is
@@ -16,6 +17,7 @@ and without what other processes hold.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shutil
 from collections.abc import Sequence
@@ -25,11 +27,11 @@ from typing import Any
 import torch
 
 from grass.command_line import ArgumentParser, number
+from grass.machine.rates import Machine
 from grass.memory.models import load_architecture
 from grass.memory.setting import MOMENTS, Setting
 from grass.memory.table import render
-from grass.memory.units import UNITS, format_bytes, size
-from grass.offload.machine import Machine
+from grass.memory.units import UNITS, count, format_bytes, size
 from grass.options import POLICIES
 from grass.selection.rules import available_rules
 
@@ -77,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.machine is not None and not setting.offload:
             raise ValueError("--machine predicts offloaded steps: add --offload or --stream")
         machine = None if args.machine is None else Machine.read(args.machine)
-        print(render(args.model, model, setting, args.gpu, machine, args.host))
+        budget = _budget(args.tokens, args.tflops)
+        print(render(args.model, model, setting, args.gpu, machine, args.host, budget))
         if args.offload_path is not None:
             print(_room(args.offload_path))
     except (ImportError, OSError, ValueError) as error:
@@ -132,8 +135,21 @@ def argument_parser() -> ArgumentParser:
     add("--host-activations", action="store_true", help="inputs of blocks wait on the host with --stream")
     add("--host", type=size, metavar="SIZE", help="host memory to fit, with --gpu")
     add("--machine", type=Path, metavar="FILE", help="rates of python -m grass.offload --out: how long steps take")
+    add("--tokens", type=count, metavar="NUMBER", help="how many days so many tokens take, as in 26B; with --tflops")
+    add("--tflops", type=float, help="10^12 floating-point operations a second that training reaches, with --tokens")
     add("--slack", type=float, default=0.02, help="allocator slack, a fraction of the peak: an assumption")
     return parser
+
+
+def _budget(tokens: float | None, tflops: float | None) -> tuple[float, float] | None:
+    """Tokens and TFLOP/s, if they were given."""
+    if tokens is None and tflops is None:
+        return None
+    if tokens is None or tflops is None:
+        raise ValueError("--tokens and --tflops go together: days need both")
+    if not 0 < tflops < math.inf:
+        raise ValueError(f"Invalid --tflops {tflops}: must be > 0")
+    return tokens, tflops
 
 
 def _room(directory: Path) -> str:

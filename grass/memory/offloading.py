@@ -10,9 +10,8 @@ from grass.kernels.moment_codes import BLOCK
 from grass.memory.architecture import Architecture, Linear
 from grass.memory.methods import SCALE_BYTES
 from grass.memory.setting import MOMENTS, Setting
-from grass.offload.home import SMALLEST
-from grass.offload.schedule import Unit, schedule
-from grass.offload.tasks import Task
+from grass.offload.host_storage import SMALLEST
+from grass.offload.tasks import ParameterStep, Task, schedule
 
 
 class Stepped(NamedTuple):
@@ -40,7 +39,9 @@ def step_tasks(method: str, model: Architecture, setting: Setting) -> list[Task]
         model: what is trained.
         setting: how.
     """
-    return schedule([Unit(name, False, p.elements, p.down, p.up) for name, p in parameters(method, model, setting)])[0]
+    return schedule(
+        [ParameterStep(name, False, p.elements, p.down, p.up) for name, p in parameters(method, model, setting)]
+    )[0]
 
 
 def bytes_in_files(method: str, model: Architecture, setting: Setting) -> int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from grass.machine.rates import Machine
 from grass.memory.architecture import Architecture
 from grass.memory.methods import Holdings, active_sizes, scale_bytes
 from grass.memory.offloading import parameters
 from grass.memory.setting import Setting
-from grass.offload.machine import Machine
 from grass.offload.tasks import Task, simulate
-from grass.streaming.loader import AHEAD
+from grass.streaming.prefetch import AHEAD
 
 UNITS_OF_GRADIENTS = 2
 """Units whose gradients may be on the device: those that backward computes, and those that go down."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from grass.machine.rates import Machine
 from grass.memory.architecture import Architecture
+from grass.memory.duration import days
 from grass.memory.fits import largest_that_fit
 from grass.memory.methods import METHODS, OFFLOADABLE, Host
 from grass.memory.offloading import step_tasks
@@ -13,7 +15,6 @@ from grass.memory.planner import Plan, plan
 from grass.memory.setting import Setting
 from grass.memory.streaming import step_seconds, visiting
 from grass.memory.units import format_bytes
-from grass.offload.machine import Machine
 from grass.offload.tasks import simulate
 
 CATEGORIES = {
@@ -34,8 +35,12 @@ def render(
     gpu: int | None,
     machine: Machine | None = None,
     host: int | None = None,
+    budget: tuple[float, float] | None = None,
 ) -> str:
-    """The table; with a ``gpu`` (and a ``host``) of so many bytes what fits; with a ``machine`` how long steps take."""
+    """The table; with a ``gpu`` (and a ``host``) of so many bytes what fits; with a ``machine`` how long steps take.
+
+    ``budget`` is a number of tokens and the TFLOP/s of training: with it, how many days they take.
+    """
     plans = {method: plan(method, model, setting) for method in METHODS}
     rows = [["", *plans]] + [
         [_label(field, label, setting.checkpointing), *(_gb(getattr(p, field)) for p in plans.values())]
@@ -66,6 +71,10 @@ def render(
         rows.append(["step, link and update, s", *(_seconds(method, model, setting, machine) for method in plans)])
     if gpu is not None:
         rows += _fitting(plans, model, setting, gpu, host)
+    if budget is not None:
+        tokens, tflops = budget
+        every = [f"{days(method, model, setting, tokens, tflops):,.3g}" for method in plans]
+        rows.append([f"days, {tokens:.3g} tokens, {tflops:g} TFLOP/s", *every])
     notes = ["GB are 10^9 bytes. The peak is less than the sum: gradients grow while activations shrink."]
     if setting.offload:
         notes.append(
@@ -76,6 +85,8 @@ def render(
             f"Seconds are simulated with the rates of {machine.name or 'a machine without a name'}. "
             + _what_is_timed(setting, machine)
         )
+    if budget is not None:
+        notes.append("Days count the products with weights only, not attention, optimizer steps or copies.")
     notes += [f"Peak of {method}: {p.peak_at}." for method, p in plans.items()]
     return "\n".join([_heading(name, model, setting, gpu), "", *_aligned(rows), "", *notes])
 

@@ -1,4 +1,4 @@
-"""Sizes of memory in words: ``40GB`` is 40 * 10^9 bytes, ``40GiB`` 40 * 2^30."""
+"""Sizes of memory in words, ``40GB`` is 40 * 10^9 bytes and ``40GiB`` 40 * 2^30; and counts, ``26B`` is 26 * 10^9."""
 
 from __future__ import annotations
 
@@ -32,6 +32,18 @@ def size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+"""Suffixes of counts, in lower case."""
+
+
+def count(text: str) -> float:
+    """A positive count for a flag of a command: ``26B``, ``300M`` or ``5e9``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*", text.lower())
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"Invalid count {text!r}: must be > 0, as in 300M, 26B or 5e9")
+    return float(match[1]) * COUNTS[match[2]]
 
 
 def format_bytes(nbytes: float) -> str:

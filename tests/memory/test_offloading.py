@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import grass
+from grass.machine.rates import Machine
 from grass.memory import Architecture, Setting, plan
 from grass.memory.__main__ import main
 from grass.memory.offloading import step_tasks
-from grass.offload.machine import Machine
 from grass.offload.tasks import Task, simulate
 from tests.memory.architectures import KINDS
 
@@ -106,7 +106,7 @@ def test_seconds_are_those_of_the_engine(method: str, machine: Machine) -> None:
 def test_bytes_in_files_are_those_that_are_written(
     method: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grass.offload.home.SMALLEST", 4096)
+    monkeypatch.setattr("grass.offload.host_storage.SMALLEST", 4096)
     monkeypatch.setattr("grass.memory.offloading.SMALLEST", 4096)
     setting = Setting(rank=16, explore=8, seq_len=16, chunk_tokens=0, offload=True, files=True, **options)
     allocate, written = os.posix_fallocate, []

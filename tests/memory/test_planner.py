@@ -102,7 +102,7 @@ def test_the_bank_holds_all_moments_and_is_not_on_the_device():
     ("method", "dtype"), [("AdamW", torch.float32), ("Grass", torch.float32), ("Grass", torch.bfloat16)]
 )
 def test_host_bytes_are_those_of_an_offloaded_optimizer(method, dtype):
-    """After a step of a small model, by counting the replicas and the state."""
+    """After a step of a small model, by counting the copies and the state."""
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     )
@@ -116,12 +116,12 @@ def test_host_bytes_are_those_of_an_offloaded_optimizer(method, dtype):
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.offload.finish()
-    replicas = list(optimizer.offload._replicas.values())
-    layers = [replica.layer for replica in replicas if replica.layer is not None]
-    own = sum(replica.host.nbytes for replica in replicas if replica.layer is None)
+    copies = [record.copy for record in optimizer.offload._records.values()]
+    layers = [copy.layer for copy in copies if copy.layer is not None]
+    own = sum(copy.host.nbytes for copy in copies if copy.layer is None)
     assert planned.host.weights == own + sum(layer.weight.nbytes for layer in layers)
     assert planned.host.active_rows == sum(layer.active.nbytes + layer.chosen.nbytes for layer in layers)
-    assert planned.host.gradients == sum(replica._grad.nbytes for replica in replicas)
+    assert planned.host.gradients == sum(copy._grad.nbytes for copy in copies)
     steps = 4 * sum("indices" not in state for state in optimizer.state.values())
     state = grass.memory.state_bytes(optimizer).host - steps
     assert planned.host.moments + planned.host.masters == state  # small parameters in half precision have masters

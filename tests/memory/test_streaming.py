@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 import grass
+from grass.chunked_loss import chunk_loss
+from grass.machine.rates import Machine
 from grass.memory import Setting, plan
 from grass.memory.__main__ import main
 from grass.memory.architecture import Architecture
 from grass.memory.methods import METHODS
 from grass.memory.streaming import step_seconds, visiting
 from grass.memory.tracing import LiveBytes
-from grass.offload.machine import Machine
-from grass.training.run.chunked_loss import chunk_loss
 from tests.memory.architectures import llama
 
 COMMON: dict[str, Any] = {"offload": True, "stream": True, "rank": 1 / 8, "seq_len": 128, "batch_size": 2}
