@@ -31,7 +31,7 @@ $(VENV)/.demo: setup.cfg constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: setup.cfg constraints.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[hf,finetune,docs,bench,trl,lightning,test]
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[hf,finetune,docs,bench,trl,lightning,sweep,test]
 	touch $@
 
 clean:

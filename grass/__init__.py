@@ -15,11 +15,12 @@ if importlib.util.find_spec("grass.kernels") is None:
 
 from grass import diagnostics, memory
 from grass.averaging import AveragedModel
+from grass.changed_columns import load_columns, save_columns
 from grass.compact_mode.attach import Attachment, attach
 from grass.compact_mode.calibration import calibrate
-from grass.compact_mode.classes import register_linear
 from grass.compact_mode.conversion import compact, expand
 from grass.compact_mode.experts import expert_linear
+from grass.compact_mode.linear_classes import register_linear
 from grass.functional import compact_adamw
 from grass.groups import param_groups
 from grass.in_backward import step_in_backward
@@ -32,7 +33,7 @@ from grass.streaming.stream import Stream, stream
 from grass.targets import matched_modules
 
 if TYPE_CHECKING:
-    from grass import distributed
+    from grass import distributed, sweep
 
 __version__ = "0.1.0"
 
@@ -55,20 +56,23 @@ __all__ = [
     "expand",
     "expert_linear",
     "int8",
+    "load_columns",
     "matched_modules",
     "memory",
     "param_groups",
     "register_linear",
     "register_rule",
     "sampled",
+    "save_columns",
     "select_rows",
     "step_in_backward",
     "stream",
+    "sweep",
 ]
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import ``grass.distributed`` and ``grass.int8`` when they are first used."""
-    if name in ("distributed", "int8"):
+    """Import ``grass.distributed``, ``grass.int8`` and ``grass.sweep`` when they are first used."""
+    if name in ("distributed", "int8", "sweep"):
         return importlib.import_module(f"grass.{name}")
     raise AttributeError(f"module 'grass' has no attribute {name!r}")

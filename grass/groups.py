@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.left_alone import adapters
+from grass.compact_mode.unconvertible import adapters
 from grass.optimizer import GrassAdamW
 from grass.targets import Targets, matched_experts, matched_modules, names_match, report_coverage
 

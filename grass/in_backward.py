@@ -19,7 +19,7 @@ from grass.optimizer import GrassAdamW
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded
 from grass.step_checks import check_gradient
-from grass.stepping.whole import WholeStep
+from grass.stepping.optimizer_step import OptimizerStep
 
 OUTSIDE = -1
 """Torch's number of the backward pass where none runs."""
@@ -176,7 +176,7 @@ class InBackward:
         """Called at the end of a backward pass without an error."""
         self._running = None
 
-    def _begin(self, optimizer: GrassAdamW) -> WholeStep:
+    def _begin(self, optimizer: GrassAdamW) -> OptimizerStep:
         """The current step. The first gradient begins it."""
         if optimizer._going_on is None:
             _check_supported(optimizer)

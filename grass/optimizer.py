@@ -15,15 +15,15 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from grass.compact_mode.conversion import trainable_parameters
-from grass.compact_mode.cycle import NEW, arm
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.owner import Owner
 from grass.compact_mode.reads import Reads
+from grass.compact_mode.refresh_cycle import NEW, arm
 from grass.compact_mode.registry import by_active_rows, layers_of
 from grass.coverage import report_rank, report_scale
 from grass.health import Health
 from grass.lost_updates import LostUpdates
-from grass.offload.engine import Engine
+from grass.offload.host_optimizer import HostOptimizer
 from grass.offload.options import Offload
 from grass.options import Options, as_plain, is_projected
 from grass.parallel.background import Background
@@ -32,7 +32,7 @@ from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_paralle
 from grass.selection.exploration import auto_scale
 from grass.state_dict import Loading, completed
 from grass.step_checks import StepChecks, check_gradients
-from grass.stepping.whole import WholeStep
+from grass.stepping.optimizer_step import OptimizerStep
 from grass.validation import report_default_rank, tensors_of, validate_group
 
 
@@ -143,8 +143,8 @@ class GrassAdamW(Optimizer):
     writes_back_active_rows = True
     process_group: ProcessGroup | None = None
     in_backward: StepsInBackward | None = None
-    offload: Engine | None = None
-    _going_on: WholeStep | None = None
+    offload: HostOptimizer | None = None
+    _going_on: OptimizerStep | None = None
     _named_by_model = False
 
     def __init__(
@@ -193,7 +193,7 @@ class GrassAdamW(Optimizer):
 
     def _offload_by(self, options: Offload | None) -> None:
         """Step on the host if options are given."""
-        self.offload = None if options is None else Engine(options)
+        self.offload = None if options is None else HostOptimizer(options)
         if self.offload is not None:
             self.offload.finish_for(self)
 
@@ -238,15 +238,15 @@ class GrassAdamW(Optimizer):
         if not isinstance(group["params"], (Tensor, set)):  # torch refuses sets, which have no order
             group["params"] = list(group["params"])
         found = layers_of(tensors_of(group["params"]))
-        if any(is_tensor_parallel(layer) for layer in found):
+        if any(is_tensor_parallel(layer) and not layer.tensor_parallel for layer in found):
             raise TypeError(TENSOR_PARALLEL)
         validate_group({**self.defaults, **group}, by_active_rows(found))
         if any(is_projected(p, {**self.defaults, **group}) for p in tensors_of(group["params"])) and not found:
             report_rank({**self.defaults, **group}["rank"])
         if "rank" not in group:
             report_default_rank(self.defaults, group["params"])
-        if self.offload is not None and any(layer.strata > 1 for layer in found):
-            raise ValueError("offload does not take layers on a grid of ranks, which divide their state among them")
+        if self.offload is not None and any(layer.strata > 1 or layer.tensor_parallel for layer in found):
+            raise ValueError("offload does not take layers that tensor parallelism or a grid of ranks divides")
         self._append(group)
         added = self.param_groups[-1]
         for layer in found:
@@ -312,7 +312,7 @@ class GrassAdamW(Optimizer):
         self._reads.watch(whole.layers.values(), whole.stepped)
         return loss
 
-    def _advance(self, whole: WholeStep) -> None:
+    def _advance(self, whole: OptimizerStep) -> None:
         """Step all parameters that have a gradient, here or on the host."""
         if self.offload is not None:
             self.offload.step(self.param_groups, whole)
@@ -323,7 +323,7 @@ class GrassAdamW(Optimizer):
             whole.advance(group, enumerate(group["params"], index))
             index += len(group["params"])
 
-    def _changing(self, whole: WholeStep) -> Iterator[Tensor]:
+    def _changing(self, whole: OptimizerStep) -> Iterator[Tensor]:
         """What a step writes. Kernels do not count it in versions, by which autograd refuses graphs that are stale."""
         for group in self.param_groups:
             for p in group["params"]:
@@ -334,14 +334,14 @@ class GrassAdamW(Optimizer):
                 if layer is not None and not layer.deferred:
                     yield layer.weight
 
-    def begin_step(self) -> WholeStep:
+    def begin_step(self) -> OptimizerStep:
         """The step that has begun in backward; otherwise a new one, after all checks that need no gradient."""
         if self._going_on is not None:
             return self._going_on
         self._finish()
         layers, ranks = self.layers(), Ranks.of(self.process_group)
         self._checks.before_step(self.param_groups, self.state, layers, ranks, self._settings())
-        return WholeStep(self.state, layers, ranks, self._background, self.given_norms)
+        return OptimizerStep(self.state, layers, ranks, self._background, self.given_norms)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and sketches of active rows that an abandoned step has left."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from grass.compact_mode.cycle import check_rows, resume
 from grass.compact_mode.layer import Layers
+from grass.compact_mode.refresh_cycle import check_rows, resume
 from grass.options import ROW_KEYS, Options, is_projected, validate
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded, local

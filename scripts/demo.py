@@ -1,6 +1,6 @@
 """Train the same small model with AdamW and with Grass, and compare: `make demo`.
 
-    python scripts/demo.py            # about 2 minutes on 2 idle CPU cores
+    python scripts/demo.py            # about 2 minutes on 2 idle CPU cores, after the installation
     python scripts/demo.py --smoke    # seconds: checks that it runs, the numbers mean nothing
 
 All runs start from the same weights and read the same batches of the embedded corpus, the Python standard library as
@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 import grass
 from grass.command_line import ArgumentParser
 from grass.memory.llama import llama_config
-from grass.training.data.blocks import DataConfig
-from grass.training.data.loading import load_data
-from grass.training.run.loop import Result, TrainConfig, Trainer
-from grass.training.run.models import build_llama
+from training.data.blocks import DataConfig
+from training.data.loading import load_data
+from training.run.loop import Result, TrainConfig, Trainer
+from training.run.models import build_llama
 
 SEED = 3
 """Not one of those the learning rates were chosen or checked with."""
@@ -46,7 +46,7 @@ RANK = 0.25
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=220)
     parser.add_argument("--smoke", action="store_true", help="a few steps on a few tokens")
     args = parser.parse_args()
     steps = 4 if args.smoke else args.steps

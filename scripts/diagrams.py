@@ -16,12 +16,11 @@ sys.path.append(str(Path(__file__).parent / "bench"))
 import grid_costs as costs
 
 from grass.command_line import ArgumentParser
+from grass.machine.rates import Machine
 from grass.memory import Setting
 from grass.memory.models import load_architecture
 from grass.memory.offloading import parameters
-from grass.offload.machine import Machine
-from grass.offload.schedule import Unit, schedule
-from grass.offload.tasks import Task, simulate
+from grass.offload.tasks import ParameterStep, Task, schedule, simulate
 from grass.offload.timeline import draw
 
 INK, FILL, LIGHT, ACCENT = "#24292f", "#2f8f4e", "#e8efe9", "#b5652a"
@@ -108,7 +107,7 @@ def offload_timeline() -> Figure:
     """Draw the simulated tasks of an offloaded step of LLaMA 1B, and the forward that waits for them."""
     model, setting = load_architecture("1b"), Setting(rank=1 / 8, offload=True)
     named = parameters("Grass", model, setting)
-    tasks, ends = schedule([Unit(name, False, p.elements, p.down, p.up) for name, p in named])
+    tasks, ends = schedule([ParameterStep(name, False, p.elements, p.down, p.up) for name, p in named])
     by_part = {
         name: tuple(end for (other, _), end in zip(named, ends, strict=True) if other == name) for name, _ in named
     }

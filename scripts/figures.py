@@ -3,7 +3,7 @@
     python scripts/figures.py           # what differs; exits with 1 if anything does
     python scripts/figures.py --write   # corrects the pages
 
-README.md and docs/ hold three kinds of comments, invisible when rendered:
+README.md, docs/ and benchmarks/ hold three kinds of comments, invisible when rendered:
 
 - A table between ``<!-- table: NAME -->`` and ``<!-- end -->`` is made by ``scripts/page_tables``.
 - A number before ``<!-- FILE: ROW: COLUMN: FORMAT -->`` is a cell of a CSV in benchmarks/, FORMAT as in ``format()``.
@@ -36,7 +36,11 @@ CHECK = re.compile(r"<!-- check: (.*?) -->")
 def pages() -> list[Path]:
     """Every page that may hold measured numbers."""
     names = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
-    return [*(ROOT / name for name in names), *sorted(ROOT.glob("docs/**/*.md"))]
+    return [
+        *(ROOT / name for name in names),
+        *sorted(ROOT.glob("docs/**/*.md")),
+        *sorted(ROOT.glob("benchmarks/**/*.md")),
+    ]
 
 
 def corrected(text: str) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-r"""Finetune a pretrained model with AdamW, Grass or LoRA, by transformers' Trainer.
+r"""Finetune a pretrained model with AdamW, Grass or adapters (LoRA, DoRA, rsLoRA), by transformers' Trainer.
 
 Sequence classification: a task of GLUE by name, or any dataset with a column or two of text and one of labels:
 
@@ -46,13 +46,13 @@ from transformers import HfArgumentParser, PreTrainedModel, TrainingArguments
 
 from grass.command_line import ArgumentParser, ShortErrors
 from grass.memory import state_bytes
-from grass.training.data.docstrings import docstrings, docstrings_of_signatures
-from grass.training.finetune import classification, instructions
-from grass.training.finetune.run import METHODS, DatasetSource, FinetuneTask, make_trainer, write_log
-from grass.training.finetune.tiny import tiny_decoder, tiny_encoder, train_tokenizer
-from grass.training.run.flags import add_optimizer_flags, from_flags, split_and_path
-from grass.training.run.optimizers import OptimizerConfig
-from grass.training.run.setup import write_setup
+from training.data.docstrings import docstrings, docstrings_of_signatures
+from training.finetune import classification, instructions
+from training.finetune.run import ADAPTERS, METHODS, DatasetSource, FinetuneTask, make_trainer, write_log
+from training.finetune.tiny import tiny_decoder, tiny_encoder, train_tokenizer
+from training.run.flags import add_optimizer_flags, from_flags, split_and_path
+from training.run.optimizers import OptimizerConfig
+from training.run.setup import write_setup
 
 DEFAULTS = {
     "eval_strategy": "epoch",
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     trainer.save_model(args.out)
     trainer.save_metrics("eval", metrics)
     write_log(trainer.state.log_history, args.out / "metrics.csv")
-    known = {"method": "LoRA", "rank": optimizer.rank} if args.method == "lora" else {}
+    known = {"method": args.method, "rank": optimizer.rank} if args.method in ADAPTERS else {}
     write_setup(args.out, trainer.model, trainer.optimizer, **known)
     print(", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith("eval_")))
     print("state {:,} bytes, on the host {:,}".format(*state_bytes(trainer.optimizer.optimizer)))
@@ -180,7 +180,7 @@ def argument_parser() -> ArgumentParser:
     add_data_flags(parser.add_argument_group("data").add_argument)
     add = parser.add_argument_group("method").add_argument
     add("--stream", action="store_true", help="grass: layers stay on the host and visit the device one by one")
-    add("--method", choices=METHODS, default="grass", help="what to train with; lora takes an integer rank")
+    add("--method", choices=METHODS, default="grass", help="what to train with; adapters take an integer rank")
     add_optimizer_flags(add)
     return parser
 

@@ -48,15 +48,15 @@ from grass.command_line import ArgumentParser
 from grass.compact_mode.int8 import plain_state_dict
 from grass.memory.llama import LLAMA_SHAPES, llama_config
 from grass.memory.units import size
-from grass.training.data.blocks import DataConfig
-from grass.training.data.loading import load_data
-from grass.training.run.checkpoint import CheckpointStore, export_model
-from grass.training.run.flags import add_optimizer_flags, from_flags, split_and_path
-from grass.training.run.loop import Result, TrainConfig, Trainer
-from grass.training.run.models import build_llama
-from grass.training.run.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer, convert
-from grass.training.run.processes import Processes, launched_processes, shard_blocks, whole_weights
-from grass.training.run.throughput import model_flops_per_token, peak_flops, peak_memory
+from training.data.blocks import DataConfig
+from training.data.loading import load_data
+from training.run.checkpoint import CheckpointStore, export_model
+from training.run.flags import add_optimizer_flags, from_flags, split_and_path
+from training.run.loop import Result, TrainConfig, Trainer
+from training.run.models import build_llama
+from training.run.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer, convert
+from training.run.processes import Processes, launched_processes, shard_blocks, whole_weights
+from training.run.throughput import model_flops_per_token, peak_flops, peak_memory
 
 CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every", "keep", "device"}
 CHANGEABLE |= {"offload", "offload_masters", "offload_path", "stream", "cache", "host_activations", "checkpointing"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from grass.offload.machine import processor
+from grass.machine.rates import processor
 
 
 def commit() -> str:

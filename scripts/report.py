@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from grass.command_line import ArgumentParser
-from grass.training.run.report import read_run, write_html, write_png
+from training.run.report import read_run, write_html, write_png
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -30,7 +30,10 @@ torch.set_num_threads(1)
 VOCABULARY = 64
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-sys.path[:0] = [str(SCRIPTS / "study"), str(SCRIPTS / "bench")]  # as if the scripts there were run
+sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "study"), str(SCRIPTS / "bench")]  # as if the scripts there were run
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+)  # for processes
 
 
 @pytest.fixture(autouse=True)

@@ -34,10 +34,7 @@ def test_paths_exist(path):
 
 
 def test_map_has_every_folder_and_module():
-    folders = {path.parent for path in (ROOT / "grass").rglob("__init__.py")} - {
-        ROOT / "grass",
-        ROOT / "grass/training",
-    }
+    folders = {path.parent for path in (ROOT / "grass").rglob("__init__.py")} - {ROOT / "grass"}
     named = {ROOT / path for path in QUOTED if path.startswith("grass/")}
     assert not [f for f in folders if "kernels" not in f.parts and not {f, f.parent} & named]
     assert {path for path in (ROOT / "grass").glob("*.py") if path.name != "__init__.py"} <= named
@@ -72,7 +69,7 @@ def test_folders_of_the_path_hold_what_is_named_with_them():
     for name, folder in (
         ("CompactLinear", "compact_mode"),
         ("picked_product", "compact_mode"),
-        ("WholeStep", "stepping"),
+        ("OptimizerStep", "stepping"),
         ("step_active", "stepping"),
         ("step_rows", "stepping"),
         ("refresh", "state"),

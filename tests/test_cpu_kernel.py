@@ -14,7 +14,7 @@ from torch import Tensor
 
 import grass
 from grass import PAPER
-from grass.compact_mode import cycle
+from grass.compact_mode import refresh_cycle
 from grass.cpu import kernel as cpu_kernel
 from grass.cpu.draw import Draws
 from grass.selection.exploration import draw_explored, draw_key
@@ -216,7 +216,7 @@ def test_compact_mode_draws_by_the_kernel(dim: int, dtype: torch.dtype, monkeypa
         grass.compact(layer, rank=4, explore=3, dim=dim, targets="all-linear")
         optimizer = grass.GrassAdamW(layer, fused=fused, update_interval=3, selection="uniform")
         if fused is None:
-            monkeypatch.delattr(cycle, "draw_explored")
+            monkeypatch.delattr(refresh_cycle, "draw_explored")
         for _ in range(7):
             layer(torch.randn(5, 13, dtype=dtype)).square().sum().backward()
             optimizer.step()

@@ -20,8 +20,8 @@ from grass.options import (
     check_value,
 )
 from grass.state import policies
-from grass.training.run.flags import add_optimizer_flags
-from grass.training.run.optimizers import OptimizerConfig
+from training.run.flags import add_optimizer_flags
+from training.run.optimizers import OptimizerConfig
 
 
 def defaults_of(function: object) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """Source distribution and wheel: complete, and usable where the tree and its Python path are not."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -69,6 +70,20 @@ def test_wheel(built: Path) -> None:
     metadata = {name for name in names if name.startswith(f"grass_torch-{grass.__version__}.dist-info/")}
     assert names - metadata == {name.replace("triton_kernels/", "grass/kernels/") for name in SOURCES}
     assert any(name.endswith("/LICENSE") for name in metadata)
+
+
+def test_what_is_installed_trains_nothing_by_itself() -> None:
+    """The loop, rival optimizers, tokenizers and reports are scripts: no installed module is one or imports one."""
+    training = {path.stem for path in (ROOT / "scripts").iterdir()}
+    assert {"training", "pretrain", "finetune"} <= training
+    for name in SOURCES:
+        if name.endswith(".py"):
+            tree = ast.parse((ROOT / name).read_text())
+            nodes = list(ast.walk(tree))
+            imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+            imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+            assert not training & {module.split(".")[0] for module in imported}, name
+    assert not {Path(name).parts[1] for name in SOURCES} & {"training", "pretrain", "finetune"}
 
 
 @pytest.mark.slow

@@ -77,9 +77,9 @@ void rows(const Weight& x, const Coefficients& c, const Adam& a, const Team& tea
         }
 #pragma omp simd reduction(+ : square)
         for (int64_t j = 0; j < n; ++j) square += phi[j] * g[j] * (phi[j] * g[j]);
-        const float step = a.sign * over_root(mean * x.reach, static_cast<double>(square));
+        const float step = a.sign * over_root(mean * x.reach, static_cast<double>(square)), shrink = x.explored_shrink;
 #pragma omp simd
-        for (int64_t j = 0; j < n; ++j) value[j] -= step * (phi[j] * g[j]);
+        for (int64_t j = 0; j < n; ++j) value[j] = value[j] * shrink - step * (phi[j] * g[j]);
         if (active && w) std::copy(value, value + n, w);
     }
 }
@@ -118,12 +118,15 @@ class Columns {
             sum_squares(i, x.grad[i]);
         }
         const std::vector<float> of_others = lengths();
-        std::vector<float> steps(n);
-        for (int64_t j : explored_rows(x)) steps[j] = of_others[j];
+        std::vector<float> steps(n), shrinks(n, 1);
+        for (int64_t j : explored_rows(x)) {
+            steps[j] = of_others[j];
+            shrinks[j] = x.explored_shrink;
+        }
         for (int64_t i = from; i < to; ++i) {
             const float *update = compact.data() + (i - from) * r, shrink = x.shrink;
             float* w = x.weight[i];
-            move(i, x.grad[i], steps.data(), w);
+            move(i, x.grad[i], steps.data(), shrinks.data(), w);
             for (int64_t k = 0; k < r; ++k) w[indices[k]] = w[indices[k]] * shrink - update[k];
         }
     }
@@ -139,10 +142,10 @@ class Columns {
             for (int64_t k = 0; k < x.r; ++k) value[k] = value[k] * shrink - update[k];
             sum_squares(i, x.explored_grad[i]);
         }
-        const std::vector<float> steps = lengths();
+        const std::vector<float> steps = lengths(), shrinks(q, x.explored_shrink);
         for (int64_t i = from; i < to; ++i) {
             if (x.weight && i + 1 < to) prefetch(x.weight[i + 1], x.total);
-            move(i, x.explored_grad[i], steps.data(), x.explored_values[i]);
+            move(i, x.explored_grad[i], steps.data(), shrinks.data(), x.explored_values[i]);
             if (!x.weight) continue;
             scatter(x.values[i], x.indices, x.r, x.weight[i]);
             scatter(x.explored_values[i], x.explored, q, x.weight[i]);
@@ -174,10 +177,10 @@ class Columns {
         for (int64_t j = 0; j < q; ++j) squares[j] += phi * g[j] * (phi * g[j]);
     }
 
-    void move(int64_t i, const float* g, const float* step, float* values) const {
+    void move(int64_t i, const float* g, const float* step, const float* shrink, float* values) const {
         const float phi = factors[i - from];
 #pragma omp simd
-        for (int64_t j = 0; j < q; ++j) values[j] -= step[j] * (phi * g[j]);
+        for (int64_t j = 0; j < q; ++j) values[j] = values[j] * shrink[j] - step[j] * (phi * g[j]);
     }
 
     // How far each column moves, over the root of its squares, when all threads have summed.

@@ -18,7 +18,8 @@ struct Matrix {
 // What _WEIGHT in kernel.py packs. Selected are r of `total` rows of `width` values; without `in_rows`, r of `total`
 // columns of matrices `width` high. With `values` these are stepped and copied into `weight`, unless it is null, and grad
 // is compact; otherwise weight and grad are whole. If it `explores`, the q rows `explored` move too, null: all that are
-// not selected; with `values` these and their gradients are matrices of their own. If the weight goes `across`, its rows
+// not selected, after they are multiplied by `explored_shrink`; with `values` these and their gradients are matrices of
+// their own. If the weight goes `across`, its rows
 // are the columns of the other matrices.
 struct Weight {
     Matrix<float> weight;
@@ -30,7 +31,7 @@ struct Weight {
     const float* ages;  // Adam steps of each row; null: `age` for all
     const int64_t* explored;
     int64_t r, width, total, in_rows, across, explores, q;
-    double reach, age, step_size, shrink;
+    double reach, age, step_size, shrink, explored_shrink;
 
     bool is_small() const {  // one thread's, in its cache
         return (explores && !explored ? total : r + q) * width < 1 << 16;

@@ -32,7 +32,7 @@ SOURCES = [Path(__file__).with_name(name) for name in _FILES]
 ROUNDING = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")  # chosen rows round alike in every loop
 FLAGS = ("-O3", "-march=native", *ROUNDING, "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 _OF_THIS_THREAD = threading.local()
-_WEIGHT = struct.Struct("PqPqPqPqPqPqPq3P7q4d")  # struct Weight in the source
+_WEIGHT = struct.Struct("PqPqPqPqPqPqPq3P7q5d")  # struct Weight in the source
 
 
 class Explored(Protocol):
@@ -78,6 +78,7 @@ class Weight(NamedTuple):
         step_size: the learning rate.
         shrink: ``1 - lr weight_decay``.
         explored: rows that move too (:mod:`grass.selection.exploration`).
+        explored_shrink: what these are multiplied by before they move.
     """
 
     weight: Tensor | None
@@ -91,6 +92,7 @@ class Weight(NamedTuple):
     step_size: float
     shrink: float
     explored: Explored | None = None
+    explored_shrink: float = 1.0
 
 
 class Batch:
@@ -113,7 +115,7 @@ class Batch:
         Raises:
             RuntimeError: ``fused=True``, and there is no compiler or it fails.
         """
-        weight, indices, dim, grad, values, exp_avg, exp_avg_sq, row_steps, step_size, shrink, explored = item
+        weight, indices, dim, grad, values, exp_avg, exp_avg_sq, row_steps, step_size, shrink, explored, decay = item
         own = (None, None) if explored is None or values is None else (explored.grad, explored.values)
         matrices = grad, values, exp_avg, exp_avg_sq, *own
         stepped = [t for t in (*matrices, weight if values is None else None) if t is not None]
@@ -139,6 +141,7 @@ class Batch:
                 0 if isinstance(row_steps, Tensor) else row_steps,
                 step_size,
                 shrink,
+                decay,
             )
         )
         return True

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grass.device import current_stream, has_streams
 from grass.parallel.ranks import Ranks
 from grass.selection.projector import Projector
 from grass.state.moments import Moments, held, keep, put, source_rows
@@ -163,7 +164,7 @@ class Swap:
 
 
 def _open_bank(state: State, weight: Tensor, dim: int, dtype: torch.dtype, share: Share) -> None:
-    pin = weight.device.type == "cuda"
+    pin = has_streams(weight.device)
     rows = weight.narrow(dim, share.start, share.rows)  # for its shape and strides
     for key in BANKED_MOMENTS:
         state[key] = torch.zeros_like(rows, dtype=dtype, device="cpu", pin_memory=pin)
@@ -171,15 +172,15 @@ def _open_bank(state: State, weight: Tensor, dim: int, dtype: torch.dtype, share
 
 
 def _to_host(rows: Tensor) -> Tensor:
-    """A copy in host memory, complete on return; pinned on CUDA, which makes the copy faster."""
-    if rows.device.type != "cuda":
+    """A copy in host memory, complete on return; pinned for an accelerator, which makes the copy faster."""
+    if not has_streams(rows.device):
         return rows.cpu()
     host = torch.empty_like(rows, device="cpu", pin_memory=True).copy_(rows, non_blocking=True)
-    torch.cuda.current_stream(rows.device).synchronize()
+    current_stream(rows.device).synchronize()
     return host
 
 
 def _to_device(rows: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and rows.device.type == "cpu":
+    if has_streams(device) and rows.device.type == "cpu":
         rows = rows.pin_memory()  # else the copy stages it anyway, and slower
     return rows.to(device, non_blocking=True)

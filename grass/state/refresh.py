@@ -37,6 +37,16 @@ def refresh_due(state: State, group: Options | Mapping[str, Any]) -> bool:
     return not state or state["refreshes"] == 0 or shared_steps(state) >= Options.of(group).update_interval
 
 
+def is_due(state: State, options: Options) -> bool:
+    """Whether dense mode selects rows in the coming step."""
+    return not state or ("indices" in state and refresh_due(state, options))
+
+
+def may_be_due(state: State, options: Options) -> bool:
+    """Whether the coming step may select rows, for which ranks communicate; compact mode does so after its update."""
+    return is_due(state, options) or ("indices" in state and shared_steps(state) + 1 >= options.update_interval)
+
+
 def refresh(
     state: State,
     carry: Carry,
@@ -99,7 +109,7 @@ def choose(
 def have_tokens(grad: Tensor) -> Tensor:
     """bool ``(E,)``: the experts whose part of a gradient ``(E, ...)`` is not zero; all of one without contents."""
     if isinstance(grad, FakeTensor):
-        return torch.ones(len(grad), dtype=torch.bool)
+        return torch.ones(len(grad), dtype=torch.bool, device=grad.device)
     return (grad != 0).flatten(1).any(dim=1)
 
 

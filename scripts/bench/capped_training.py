@@ -29,10 +29,12 @@ from harness import machine
 from grass.command_line import ArgumentParser
 from grass.memory import Architecture, Setting, parse_bytes, plan
 from grass.memory.llama import llama_config
-from grass.training.data.blocks import Batches, DataConfig
-from grass.training.data.loading import load_data
-from grass.training.run.models import build_llama
-from grass.training.run.optimizers import OptimizerConfig, build_optimizer, convert
+
+sys.path.append(str(Path(__file__).parents[1]))
+from training.data.blocks import Batches, DataConfig
+from training.data.loading import load_data
+from training.run.models import build_llama
+from training.run.optimizers import OptimizerConfig, build_optimizer, convert
 
 STEPS, REFRESH_EVERY, TOLERANCE = 20, 8, 0.05
 

@@ -26,9 +26,9 @@ from contest import Contestant, Step, deepspeed_step, loop, run, store
 from harness import DEVICE, parse
 
 import grass
+from grass.machine.rates import Machine
 from grass.memory.llama import LlamaShape
 from grass.offload.__main__ import describe
-from grass.offload.machine import Machine
 
 SHAPE = LlamaShape(3200, 8640, 26, 32)
 RANK = 1 / 8

@@ -52,7 +52,7 @@ def fsdp(model: Any) -> Step:
     """FSDP2 with CPUOffloadPolicy on one process, and fused AdamW on the host."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    from grass.training.run.models import enable_checkpointing
+    from training.run.models import enable_checkpointing
 
     if not dist.is_initialized():
         store = dist.HashStore()

@@ -28,7 +28,9 @@ from harness import DEVICE, machine, parse
 
 import grass
 from grass.memory.llama import llama_config
-from grass.training.run.models import build_llama
+
+sys.path.append(str(Path(__file__).parents[1]))
+from training.run.models import build_llama
 
 BY_NORM = {"update_interval": 10, "selection": "multinomial_norm", "state_policy": "bank"}
 

@@ -35,7 +35,17 @@ from grass.command_line import ArgumentParser
 from grass.distributed.parallel_2d.layers import Linear2D, become
 from grass.distributed.parallel_2d.mesh import WEIGHT, Grid
 
-SCHEMES = ("1D", "FSDP2", "FSDP2, Grass", "FSDP2 x 1D", "2D", "2D, Grass", "2D, Grass, cached panels")
+SCHEMES = (
+    "1D",
+    "FSDP2",
+    "FSDP2, Grass",
+    "FSDP2 x 1D",
+    "2D",
+    "2D, Grass",
+    "2D, Grass, cached panels",
+    "1D, Grass",
+    "FSDP2 x 1D, Grass",
+)
 SHARE = 1 / 4
 """The share of active columns, selected and explored."""
 
@@ -64,7 +74,8 @@ def received_by(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> 
         both     4 (q - 1) / q^2 t h for a pair, and 3 (q - 1) / q^2 m n for each weight
         2D       3 (q - 1) / q^2 (t n + m n)        two gathers and a sum of inputs and weights, over rows and columns
 
-    With Grass FSDP2 gathers ``(2 + 2 rho) m n`` and sums ``rho m n``, because active columns are gathered too. 2D
+    With Grass FSDP2 gathers ``(2 + 2 rho) m n`` and sums ``rho m n``, because active columns are gathered too, alone or
+    with 1D beside it. 1D receives the same: its gradients do not travel. 2D
     gathers ``(1 + rho) t n + 2 m n`` and sums ``t n + rho m n``; with cached panels it gathers ``rho m n`` for ``2 m
     n``. The indices of active columns add gathers of ``(q - 1) rho n / q``, twice with cached panels.
     """
@@ -72,13 +83,13 @@ def received_by(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> 
     rho, q = share if "Grass" in scheme else 1.0, isqrt(ranks)
     weights, inputs, columns = 2 * pairs * h * f, pairs * t * (h + f), pairs * (h + f)
     along, over = (q - 1) / q**2, (ranks - 1) / ranks
-    if scheme == "1D":
+    gathers = 2 + 2 * rho if "Grass" in scheme else 2
+    if scheme.startswith("1D"):
         return {"all-reduce": 4 * over * pairs * t * h}
-    if scheme == "FSDP2 x 1D":
+    if scheme.startswith("FSDP2 x 1D"):
         sums = {"all-reduce": 4 * along * pairs * t * h}
-        return {**sums, "all-gather": 2 * along * weights, "reduce-scatter": along * weights}
+        return {**sums, "all-gather": gathers * along * weights, "reduce-scatter": rho * along * weights}
     if scheme.startswith("FSDP2"):
-        gathers = 2 + 2 * rho if "Grass" in scheme else 2
         return {"all-gather": gathers * over * weights, "reduce-scatter": rho * over * weights}
     lists = (q - 1) / q * rho * columns * (2 if "cached" in scheme else int("Grass" in scheme))
     travelling = rho if "cached" in scheme else 2
@@ -94,14 +105,13 @@ def held(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> dict[st
     rho, q = share if "Grass" in scheme else 1.0, isqrt(ranks)
     weights, inputs = 2 * pairs * h * f, pairs * t * (h + f)
     blocks = {"1D": 0.0, "FSDP2": h * f, "FSDP2 x 1D": h * f / q, "2D": 2 * (t * max(h, f) + h * f) / q**2}
-    gathered = 2 * t * max(h, f) / q**2 + weights / q if "cached" in scheme else blocks[scheme.split(",")[0]]
-    saved = {"1D": pairs * t * (h + f / ranks), "FSDP2 x 1D": pairs * t * (h + f / q) / q}.get(
-        scheme, rho * inputs / ranks
-    )
+    base = scheme.split(",")[0]
+    gathered = 2 * t * max(h, f) / q**2 + weights / q if "cached" in scheme else blocks[base]
+    saved = {"1D": pairs * t * (h + f / ranks), "FSDP2 x 1D": pairs * t * (h + f / q) / q}.get(base, inputs / ranks)
     return {
         "weights": weights / ranks,
         "gradients_and_moments": 3 * rho * weights / ranks,
-        "activations": saved,
+        "activations": rho * saved,
         "gathered": gathered,
     }
 
@@ -160,22 +170,23 @@ def built(scheme: str, ranks: int, sizes: Sizes, dtype: torch.dtype = torch.floa
     model = chain(sizes, dtype)
     q = isqrt(ranks)
     plan = {str(i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range(len(model))}
-    if scheme == "1D":
-        return parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan), _input(sizes, dtype)
-    mesh = init_device_mesh("cpu", (q, q), mesh_dim_names=("rows", "columns"))
-    if scheme == "FSDP2 x 1D":
-        parallelize_module(model, mesh["columns"], plan)
-        for layer in model:
-            fully_shard(layer, mesh=mesh["rows"])
-        return fully_shard(model, mesh=mesh["rows"]), _input(sizes, dtype, q)
-    if scheme.startswith("FSDP2"):
-        placement = None
+    if scheme.startswith("1D"):
+        parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
         if "Grass" in scheme:
             grass.compact(model, rank=SHARE / 2)
-            placement = grass.distributed.shard_placement_fn(model)
+        return model, _input(sizes, dtype)
+    mesh = init_device_mesh("cpu", (q, q), mesh_dim_names=("rows", "columns"))
+    if scheme.startswith("FSDP2"):
+        options: dict[str, Any] = {}
+        if "1D" in scheme:
+            parallelize_module(model, mesh["columns"], plan)
+            options["mesh"] = mesh["rows"]
+        if "Grass" in scheme:
+            grass.compact(model, rank=SHARE / 2)
+            options["shard_placement_fn"] = grass.distributed.shard_placement_fn(model)
         for layer in model:
-            fully_shard(layer, shard_placement_fn=placement)
-        return fully_shard(model), _input(sizes, dtype, ranks)
+            fully_shard(layer, **options)
+        return fully_shard(model, **options), _input(sizes, dtype, q if "1D" in scheme else ranks)
     spread(model, Grid(mesh, cache_panels="cached" in scheme))
     if "Grass" in scheme:
         grass.compact(model, rank=SHARE / 2)

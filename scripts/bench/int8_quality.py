@@ -22,10 +22,10 @@ from provenance import write
 import grass
 from grass.command_line import ArgumentParser
 from grass.memory.llama import llama_config
-from grass.training.data.blocks import DataConfig
-from grass.training.data.loading import load_data
-from grass.training.run.loop import TrainConfig, Trainer
-from grass.training.run.models import build_llama
+from training.data.blocks import DataConfig
+from training.data.loading import load_data
+from training.run.loop import TrainConfig, Trainer
+from training.run.models import build_llama
 
 STORAGE: dict[str, tuple[torch.dtype, str | None]] = {
     "float32": (torch.float32, None),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -18,13 +20,15 @@ from torch.utils.hooks import RemovableHandle
 from tracked_methods import BUILDERS, prepare
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from grass.chunked_loss import chunk_loss
 from grass.compact_mode.layer import CompactLayer
 from grass.kernels.moment_codes import dynamic_map
 from grass.memory import Setting, state_bytes
 from grass.memory.tracing import with_causal_attention
 from grass.stepping import compact, dense
-from grass.training.run.chunked_loss import chunk_loss
-from grass.training.run.models import enable_checkpointing
+
+sys.path.append(str(Path(__file__).parents[1]))
+from training.run.models import enable_checkpointing
 
 
 class TrackedMemory(NamedTuple):

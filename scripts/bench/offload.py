@@ -37,12 +37,11 @@ from provenance import write
 
 import grass
 from grass.command_line import ArgumentParser
+from grass.machine.rates import RESOURCES, Machine
 from grass.memory.llama import LlamaShape, llama_config
-from grass.offload.machine import Machine
-from grass.offload.placement import GRID
-from grass.offload.schedule import Unit
-from grass.offload.tasks import RESOURCES, Task, measured_seconds, simulate
-from grass.training.run.models import build_llama
+from grass.offload.fraction import GRID
+from grass.offload.tasks import ParameterStep, Task, measured_seconds, simulate
+from training.run.models import build_llama
 
 FRACTIONS = (0.0, 1.0, 0.25, 0.5, 0.75)
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -93,7 +92,7 @@ class Racer:
         self.tasks.append(measured_seconds(self.optimizer.offload.last_tasks))
 
 
-def synchronous(units: Sequence[Unit]) -> tuple[list[Task], list[Task]]:
+def synchronous(units: Sequence[ParameterStep]) -> tuple[list[Task], list[Task]]:
     """A schedule in which no resource works while another does."""
     downs = [Task(f"{unit.name} gradient", "down", unit.bytes_down, (), unit.down) for unit in units]
     updates = [Task(f"{unit.name} update", "host", unit.elements, (downs[-1],), unit.update) for unit in units]

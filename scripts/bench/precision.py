@@ -29,9 +29,9 @@ import grass
 from grass.command_line import ArgumentParser
 from grass.memory import state_bytes
 from grass.memory.llama import llama_config
-from grass.training.data.blocks import DataConfig
-from grass.training.data.loading import load_data
-from grass.training.run.models import build_llama
+from training.data.blocks import DataConfig
+from training.data.loading import load_data
+from training.run.models import build_llama
 
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},

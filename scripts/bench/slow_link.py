@@ -45,7 +45,7 @@ import grass
 from grass.command_line import ArgumentParser
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
 from grass.memory.llama import LlamaShape, llama_config
-from grass.training.run.models import build_llama
+from training.run.models import build_llama
 
 INTERVAL = 10
 SLOWDOWNS = (1.0, 3.0)

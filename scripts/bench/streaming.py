@@ -35,13 +35,12 @@ from provenance import write
 
 import grass
 from grass.command_line import ArgumentParser
+from grass.machine.rates import Machine, host_rate
 from grass.memory import Architecture, Setting
 from grass.memory.llama import LlamaShape, llama_config
 from grass.memory.methods import METHODS
 from grass.memory.streaming import step_seconds, visiting
-from grass.offload.machine import Machine
-from grass.offload.rates import host_rate
-from grass.training.run.models import build_llama, enable_checkpointing
+from training.run.models import build_llama, enable_checkpointing
 
 RANK = 1 / 8
 REGIMES = {"fast": 0.4, "level": 0.5, "between": 0.8, "slow": 3.0}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from unittest.mock import patch
 
 from torch import nn
@@ -11,7 +13,9 @@ from torch.optim import AdamW, Optimizer
 
 import grass
 from grass.memory import Setting
-from grass.training.run.optimizers import OptimizerConfig, build_optimizer
+
+sys.path.append(str(Path(__file__).parents[1]))
+from training.run.optimizers import OptimizerConfig, build_optimizer
 
 
 def prepare(method: str) -> None:
@@ -28,7 +32,7 @@ def _adamw(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
 
 
 def _peer(name: str, model: nn.Module, setting: Setting, interval: int) -> Optimizer:
-    """A peer of :mod:`grass.training.run.optimizers`; GaLore decomposes in every step, as its largest step does."""
+    """A peer of :mod:`training.run.optimizers`; GaLore decomposes in every step, as its largest step does."""
     return build_optimizer(model, OptimizerConfig(name=name, rank=setting.rank, update_interval=1))
 
 

@@ -33,8 +33,8 @@ import grass
 from grass.command_line import ArgumentParser
 from grass.memory import state_bytes
 from grass.memory.llama import LlamaShape, llama_config
-from grass.training.run.models import build_llama
-from grass.training.run.optimizers import OptimizerConfig, build_optimizer
+from training.run.models import build_llama
+from training.run.optimizers import OptimizerConfig, build_optimizer
 
 NEVER = 1_000_000_000
 Build = Callable[[nn.Module], torch.optim.Optimizer]

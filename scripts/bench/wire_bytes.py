@@ -36,8 +36,8 @@ from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
 from grass.distributed.traffic import recorded_traffic
 from grass.memory import state_bytes
 from grass.memory.llama import LlamaShape, llama_config
-from grass.training.run.models import build_llama
-from grass.training.run.optimizers import OptimizerConfig, build_optimizer
+from training.run.models import build_llama
+from training.run.optimizers import OptimizerConfig, build_optimizer
 
 Build = Callable[[nn.Module, float, bool], tuple[DistributedDataParallel, torch.optim.Optimizer]]
 CYCLE = 4

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from page_tables import distributed, exploring, memory, models, offload, precision, speed, streaming, study
+from page_tables import (
+    distributed,
+    exploring,
+    finetuning,
+    memory,
+    models,
+    offload,
+    precision,
+    speed,
+    streaming,
+    study,
+    sweep,
+)
 
 TABLES: dict[str, Callable[[], str]] = {
     "train_step": speed.train_step,
@@ -29,8 +42,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "finals": study.finals,
     "frontier": exploring.frontier,
     "width": exploring.width,
-    "law": exploring.law,
+    "law": partial(exploring.law, "270"),
+    "law_full": partial(exploring.law, "2150"),
     "sharing": exploring.sharing,
+    "adapters": finetuning.adapters,
+    "sweep_search": sweep.search,
+    "sweep_stopping": sweep.stopping,
 }
 
 

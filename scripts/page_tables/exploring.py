@@ -78,12 +78,13 @@ def width() -> str:
     return table(["hidden size", "method", *(f"{rate:.2g}" for rate in rates)], lines)
 
 
-def law() -> str:
-    """Losses in float32 by fraction and rate of the projected weights: the study ``law``."""
+def law(steps: str) -> str:
+    """Losses in float32 by fraction and rate of the projected weights at a horizon: the study ``law``."""
     losses: dict[float, dict[float, list[str]]] = {}
     for row in read("cells.csv"):
         values = dict(word.split("=", 1) for word in row["settings"].split())
-        if "autocast" in values and row["optimizer"] == "grass" and values["lr"] == str(RATE):
+        fits = row["steps"] == steps and row["optimizer"] == "grass" and values["lr"] == str(RATE)
+        if fits and "autocast" in values:
             fraction, rate = float(values.get("rank", 0.25)), RATE * float(values["scale"])
             losses.setdefault(fraction, {}).setdefault(rate, []).append(f"{float(row['loss_100']):.3f}")
     rates = sorted({rate for found in losses.values() for rate in found})

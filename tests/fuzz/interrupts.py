@@ -164,7 +164,7 @@ class Loop:
         for thread in micro:
             thread.join(LIMIT)
         if self.stream is not None:
-            self.stream._loader._executor.drain()
+            self.stream._prefetcher._executor.drain()
         assert all(p.grad is None for p in self.model.parameters()), "a gradient has come after zero_grad()"
         self.train(BEFORE + 1, AFTER)
         after = self.saved()

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from grass.machine.link import Link
 from grass.offload.executor import Executor
-from grass.offload.in_place import InPlace
-from grass.offload.link import Link
+from grass.offload.host_copies import InPlace
 from tests.fuzz.run import Run
 from tests.fuzz.settings import Place, Setting
 

@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from grass.offload import home
-from grass.streaming import host
+from grass.offload import host_storage
+from grass.streaming import host_block
 from tests.fuzz.lockstep import Action, in_lockstep
 from tests.fuzz.loop import CONTEXTS
 from tests.fuzz.models import BLOCKS
@@ -137,8 +137,8 @@ ACTIONS = [
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files for tensors as small as these models'."""
-    monkeypatch.setattr(home, "SMALLEST", 1)
-    monkeypatch.setattr(host, "SMALLEST", 1)
+    monkeypatch.setattr(host_storage, "SMALLEST", 1)
+    monkeypatch.setattr(host_block, "SMALLEST", 1)
 
 
 every_case = given(settings_of(), places(), st.lists(st.one_of(ACTIONS), min_size=6, max_size=24), BOOLS)

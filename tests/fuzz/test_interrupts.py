@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from grass import Offload
-from grass.offload import home
-from grass.streaming import host
+from grass.offload import host_storage
+from grass.streaming import host_block
 from tests.fuzz.interrupts import EXACT, MIXED, Case, References, outcomes
 
 HOST, BOTH = Offload(), Offload(fraction=0.5)
@@ -43,8 +43,8 @@ CASES = [
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Files for tensors as small as these models'; nothing is logged for each of many models."""
-    monkeypatch.setattr(home, "SMALLEST", 1)
-    monkeypatch.setattr(host, "SMALLEST", 1)
+    monkeypatch.setattr(host_storage, "SMALLEST", 1)
+    monkeypatch.setattr(host_block, "SMALLEST", 1)
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)

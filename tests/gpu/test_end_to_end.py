@@ -15,7 +15,7 @@ from grass import GrassAdamW
 pytest.importorskip("transformers")
 
 from grass.memory.llama import llama_config
-from grass.training.run.models import build_llama
+from training.run.models import build_llama
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.cuda.is_available()

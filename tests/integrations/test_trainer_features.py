@@ -30,7 +30,8 @@ def test_accumulation_equals_the_joint_batch(tiny_llama: Build, tmp_path: Path, 
         runs.append(run)
     weights = [run.model.state_dict() for run in runs]
     for name, value in weights[0].items():
-        torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=1e-5)
+        # float32: sums in another order move Adam's direction where gradients are tiny, at most by a few steps of lr
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=5e-4)
     for ours, theirs in zip(*map(selections, runs), strict=True):
         assert torch.equal(ours, theirs)
 

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from harness import DEVICE, machine
 from torch import nn
 
 from grass.memory.llama import LlamaShape, llama_config
-from grass.training.run.models import build_llama
+
+sys.path.append(str(Path(__file__).parents[2]))
+from training.run.models import build_llama
 
 TINY = LlamaShape(64, 172, 4, 4)
 """The model of a smoke run."""
