@@ -118,3 +118,16 @@ def test_converting_in_configure_optimizers_under_ddp(tiny_llama: Build, tmp_pat
         finally:
             torch.distributed.destroy_process_group()
     assert not any(hasattr(layer, "active") for layer in module.modules())
+
+
+def test_pruning_of_converted_layers_is_refused(tiny_llama: Build, tmp_path: Path) -> None:
+    """``ModelPruning`` puts another tensor in the place of a weight: the next forward says what to do instead."""
+    pruning = lightning.pytorch.callbacks.ModelPruning("l1_unstructured", amount=0.5)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = lightning.Trainer(
+        max_epochs=2, callbacks=[pruning], default_root_dir=tmp_path, enable_checkpointing=False, **quiet
+    )
+    batches = torch.utils.data.DataLoader(examples(6), batch_size=2)
+    with warnings.catch_warnings(), pytest.raises(RuntimeError, match=r"is no longer its parameter: apply .* before"):
+        warnings.simplefilter("ignore")
+        trainer.fit(Module(tiny_llama(), "compact"), batches)
