@@ -128,6 +128,6 @@ def test_pruning_of_converted_layers_is_refused(tiny_llama: Build, tmp_path: Pat
         max_epochs=2, callbacks=[pruning], default_root_dir=tmp_path, enable_checkpointing=False, **quiet
     )
     batches = torch.utils.data.DataLoader(examples(6), batch_size=2)
-    with warnings.catch_warnings(), pytest.raises(RuntimeError, match=r"is no longer its parameter: apply .* before"):
-        warnings.simplefilter("ignore")
-        trainer.fit(Module(tiny_llama(), "compact"), batches)
+    module = Module(tiny_llama(), "compact")
+    with pytest.raises(RuntimeError, match=r"is no longer its parameter: apply .* before"):
+        trainer.fit(module, batches)
