@@ -44,6 +44,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "width": exploring.width,
     "law": partial(exploring.law, "270"),
     "law_full": partial(exploring.law, "2150"),
+    "starting_rates": exploring.starting_rates,
     "sharing": exploring.sharing,
     "adapters": finetuning.adapters,
     "sweep_search": sweep.search,

@@ -15,6 +15,16 @@ RATE = 0.012
 """The learning rate of the width study."""
 WIDTHS = {"1m": "128", "9m-wide": "320", "28m-wide": "768"}
 """Hidden size of its models."""
+OF_THE_LAW = {
+    "lr",
+    "scale",
+    "rank",
+    "explore",
+    "compact",
+    "autocast",
+    *("update_interval", "selection", "dim", "state_policy"),
+}
+"""Settings in which cells of the law differ; the last four are those of AdamW with two rates."""
 
 
 def frontier() -> str:
@@ -79,20 +89,53 @@ def width() -> str:
 
 
 def law(steps: str) -> str:
-    """Losses in float32 by fraction and rate of the projected weights at a horizon: the study ``law``."""
-    losses: dict[float, dict[float, list[str]]] = {}
+    """Losses in float32 by width, fraction and rate of the projected weights at a horizon: the study ``law``."""
+    losses: dict[tuple[int, float], dict[float, list[str]]] = {}
     for row in read("cells.csv"):
         values = dict(word.split("=", 1) for word in row["settings"].split())
         fits = row["steps"] == steps and row["optimizer"] == "grass" and values["lr"] == str(RATE)
-        if fits and "autocast" in values:
+        if fits and "autocast" in values and set(values) <= OF_THE_LAW:
             fraction, rate = float(values.get("rank", 0.25)), RATE * float(values["scale"])
-            losses.setdefault(fraction, {}).setdefault(rate, []).append(f"{float(row['loss_100']):.3f}")
+            of = losses.setdefault((int(WIDTHS[row["model"]]), fraction), {})
+            of.setdefault(rate, []).append(f"{float(row['loss_100']):.3f}")
     rates = sorted({rate for found in losses.values() for rate in found})
     lines = []
-    for fraction, found in sorted(losses.items(), reverse=True):
+    for (hidden, fraction), found in sorted(losses.items(), key=lambda item: (item[0][0], -item[0][1])):
         name = "AdamW, two rates" if fraction == 1 else f"{Fraction(fraction)} n"
-        lines.append([name, *(" ".join(found.get(rate, [])) for rate in rates)])
-    return table(["r = q", *(f"{rate:.2g}" for rate in rates)], lines)
+        lines.append([str(hidden), name, *(" ".join(found.get(rate, [])) for rate in rates)])
+    return table(["hidden size", "r = q", *(f"{rate:.2g}" for rate in rates)], lines)
+
+
+def starting_rates() -> str:
+    """The best rates of linear layers by width, of AdamW with two rates and of compact mode, and where they lead."""
+    means: dict[tuple[str, float], dict[float, list[float]]] = {}
+    for row in select("cells.csv", "pretrain & 270 & grass"):
+        values = dict(word.split("=", 1) for word in row["settings"].split())
+        if values["lr"] == str(RATE) and set(values) <= OF_THE_LAW and row["model"] in WIDTHS:
+            of = means.setdefault((row["model"], float(values.get("rank", 0.25))), {})
+            of.setdefault(RATE * float(values.get("scale", 1)), []).append(float(row["loss_100"]))
+    best = {key: min(losses, key=lambda rate: fmean(losses[rate])) for key, losses in means.items()}
+    lines, last = [], (0, 0.0)
+    for model, hidden in WIDTHS.items():
+        adam, ours = best[model, 1.0], best[model, 0.125]
+        times = f"{_plain(ours)}, {ours / adam:.0f} times AdamW's"
+        lines.append([hidden, _plain(adam), f"{RATE:g}", times, "measured"])
+        last = (int(hidden), adam)
+    for hidden in (2048, 4096):
+        adam = last[1] * last[0] / hidden
+        lines.append([f"{hidden:,}", _plain(adam), "?", _plain(4 * adam), "extrapolated, as 1 / hidden size"])
+    heads = [
+        "hidden size",
+        "linear layers: `lr`",
+        "embeddings, head, norms",
+        'what `scale="auto"` makes of it, r = q = n/8',
+    ]
+    return table([*heads, ""], lines)
+
+
+def _plain(rate: float) -> str:
+    """A rate with two digits and without an exponent."""
+    return f"{float(f'{rate:.2g}'):.7f}".rstrip("0")
 
 
 def sharing() -> str:
