@@ -9,6 +9,7 @@ import sys
 import pandas as pd
 import pytest
 import torch
+from page_tables.setups import RECIPES, flags, planned
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
@@ -19,43 +20,7 @@ from training.run.flags import from_flags
 from training.run.optimizers import OptimizerConfig
 
 ROOT = PRETRAIN.parents[1]
-RECIPES = sorted((PRETRAIN.parent / "recipes").glob("pretrain_*.sh"))
-T5_VOCABULARY = 32_100
 pretrain = runpy.run_path(str(PRETRAIN))
-
-
-def flags(recipe, *arguments):
-    """What the recipe gives to scripts/pretrain.py."""
-    environment = {**os.environ, "PYTHON": "echo"}
-    done = subprocess.run([str(recipe), *arguments], env=environment, capture_output=True, text=True, check=True)
-    script, *rest = done.stdout.split()
-    assert script == "scripts/pretrain.py"
-    return rest
-
-
-def planned(args):
-    """The plan for a recipe's arguments."""
-    config = llama_config(args.model, vocab_size=T5_VOCABULARY, max_seq_len=args.seq_len)
-    setting = Setting(
-        rank=args.rank if args.optimizer == "grass" else 1,
-        explore=args.explore,
-        selection=args.selection,
-        dim=args.dim,
-        policy=args.state_policy,
-        moments=args.moment_dtype,
-        active_dtype=getattr(torch, args.active_dtype or "float32"),
-        batch_size=args.batch_size,
-        seq_len=args.seq_len,
-        checkpointing=args.checkpointing,
-        chunk_tokens=args.chunked_loss,
-        offload=args.offload,
-        masters=args.offload_masters,
-        stream=args.stream,
-        cache=args.cache,
-        host_activations=args.host_activations,
-    )
-    method = "AdamW" if args.optimizer == "adamw" else "Grass int8" if args.weights else "Grass"
-    return plan(method, Architecture.from_config(config), setting), config
 
 
 def planned_and_said(recipe, page):

@@ -1,0 +1,96 @@
+"""The setups of ``scripts/recipes/``: what the planner says of each recipe's own flags."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import runpy
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grass.memory import Architecture, Plan, Setting, plan
+from grass.memory.duration import days
+from grass.memory.llama import llama_config
+from grass.selection.exploration import auto_scale
+from page_tables.markdown import table
+
+SCRIPTS = Path(__file__).parents[1]
+RECIPES = sorted((SCRIPTS / "recipes").glob("pretrain_*.sh"))
+T5_VOCABULARY = 32_100
+BILLION, TFLOPS = 1e9, 100.0
+"""What the column of days is for: tokens, and 10^12 floating-point operations a second that training reaches."""
+
+
+def flags(recipe: Path, *arguments: str) -> list[str]:
+    """What a recipe gives to ``scripts/pretrain.py``."""
+    environment = {**os.environ, "PYTHON": "echo"}
+    done = subprocess.run([str(recipe), *arguments], env=environment, capture_output=True, text=True, check=True)
+    script, *rest = done.stdout.split()
+    assert script == "scripts/pretrain.py", done.stdout
+    return rest
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+    """The planner's setting for arguments of ``scripts/pretrain.py``."""
+    return Setting(
+        rank=args.rank if args.optimizer == "grass" else 1,
+        explore=args.explore,
+        selection=args.selection,
+        dim=args.dim,
+        policy=args.state_policy,
+        moments=args.moment_dtype,
+        active_dtype=getattr(torch, args.active_dtype or "float32"),
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        checkpointing=args.checkpointing,
+        chunk_tokens=args.chunked_loss,
+        offload=args.offload,
+        masters=args.offload_masters,
+        stream=args.stream,
+        cache=args.cache,
+        host_activations=args.host_activations,
+    )
+
+
+def method_of(args: argparse.Namespace) -> str:
+    """The planner's name of the method."""
+    return "AdamW" if args.optimizer == "adamw" else "Grass int8" if args.weights else "Grass"
+
+
+def planned(args: argparse.Namespace) -> tuple[Plan, Any]:
+    """The plan for a recipe's arguments, and the model's configuration."""
+    config = llama_config(args.model, vocab_size=T5_VOCABULARY, max_seq_len=args.seq_len)
+    return plan(method_of(args), Architecture.from_config(config), setting_of(args)), config
+
+
+def setups() -> str:
+    """A row for each recipe: what it runs on, rank, rate, memory and time."""
+    parser = runpy.run_path(str(SCRIPTS / "pretrain.py"))["argument_parser"]()
+    rows = []
+    for recipe in RECIPES:
+        args = parser.parse_args(flags(recipe))
+        found, config = planned(args)
+        gpu = re.findall(r"_(\d+)gb", recipe.stem)[0]
+        grass = args.optimizer == "grass"
+        rank, hidden = args.rank, config.hidden_size
+        factor = auto_scale(hidden, rank, rank) if grass else 1.0
+        seconds = days(method_of(args), Architecture.from_config(config), setting_of(args), BILLION, TFLOPS)
+        rows.append(
+            [
+                args.model.upper(),
+                f"{gpu} GB",
+                f"`{recipe.name}`",
+                f"{rank} of {hidden:,}" if grass else "AdamW, all",
+                f"{args.lr * factor:.1g}" if factor != 1 else f"{args.lr:g}",
+                f"{found.total / 1e9:.0f} GB",
+                f"{found.on_host / 1e9:.0f} GB" if found.on_host else "",
+                f"{seconds:.1f}",
+            ]
+        )
+    order = sorted(rows, key=lambda row: (float(row[0].split("B")[0]), int(row[1].split()[0])))
+    heads = ["LLaMA", "GPU", "recipe", "r = q", "rate of linear layers", "planned", "host memory", "days"]
+    return table(heads, order)
