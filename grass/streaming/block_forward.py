@@ -203,10 +203,10 @@ class BlockForward:
 def _copy_back(here: list[tuple[Place, Tensor]], there: list[Tensor], versions: list[int]) -> None:
     """Copy the buffers of modules that have changed or replaced one to the host: batch norm does not count all."""
     known = zip(here, there, versions, strict=False)
-    changed = {place.module for (place, _), tensor, version in known if tensor._version != version}
+    changed = {id(place.tensors) for (place, _), tensor, version in known if tensor._version != version}
     for (place, own), tensor in zip(here, there, strict=False):
         now = place.get()
-        if place.kind == "_buffers" and (place.module in changed or now is not tensor):
+        if place.kind == "_buffers" and (id(place.tensors) in changed or now is not tensor):
             own.copy_(now)
 
 

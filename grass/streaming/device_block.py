@@ -11,7 +11,7 @@ from torch import Tensor
 from grass.machine.link import Link
 from grass.offload.tasks import Task
 from grass.selection.projector import Projector
-from grass.streaming.host_block import Change, HostBlock, Steps, Version, outgoing
+from grass.streaming.host_block import Change, HostBlock, Version, outgoing
 
 
 @dataclass
@@ -64,14 +64,14 @@ class DeviceBlock:
         self._rows: dict[int, Tensor] = {}
         self._arrived: list[Change] = []
 
-    def begin(self, steps: Steps, counts: Counts) -> None:
+    def begin(self, counts: Counts) -> None:
         """Make the task that copies what differs from the host's tensors once their step has ended."""
         mark, unit = self._link.mark(), self._unit
         self._rows = unit.room_for_rows(self._link.device, deferred=self.version is None)
 
         def work() -> None:
             unit.wait()
-            now = unit.version(steps.count)
+            now = unit.version()
             changes, self.version, start = unit.changes(self.version, now), now, time.perf_counter()
             for change in changes:
                 counts.bytes += self._copy(change, mark)

@@ -21,28 +21,27 @@ ALIGNMENT = 512
 
 
 class Place(NamedTuple):
-    """Where a module has a tensor.
+    """Where a module has a tensor. It does not keep the module in memory.
 
     Attributes:
-        module: the module.
+        tensors: the module's dictionary of parameters or of buffers.
         kind: ``"_parameters"`` or ``"_buffers"``.
         name: of the tensor in it.
         others: where modules have the same tensor too.
     """
 
-    module: nn.Module
+    tensors: dict[str, Tensor]
     kind: str
     name: str
     others: tuple[Place, ...] = ()
 
     def get(self) -> Tensor:
         """The tensor."""
-        tensor: Tensor = vars(self.module)[self.kind][self.name]
-        return tensor
+        return self.tensors[self.name]
 
     def put(self, tensor: Tensor) -> None:
         """Another tensor in its place, past ``nn.Module``'s checks."""
-        vars(self.module)[self.kind][self.name] = tensor
+        self.tensors[self.name] = tensor
         for other in self.others:
             other.put(tensor)
 
@@ -51,7 +50,8 @@ class Version(NamedTuple):
     """What a unit's tensors were at a time.
 
     Attributes:
-        steps: how often optimizers had stepped. A fused optimizer does not count its changes in a tensor's version.
+        steps: how often optimizers that have tensors of the unit had stepped. A fused optimizer does not count its
+            changes in a tensor's version.
         stamps: of the tensors that travel; they differ after any other change that PyTorch can see.
         written: of each converted layer how often a step had written rows into its weight.
     """
@@ -75,22 +75,17 @@ class Change(NamedTuple):
     layer: CompactLayer | None = None
 
 
-class Steps:
-    """Counts the steps of all optimizers.
+def count_steps(units: list[HostBlock]) -> None:
+    """Let each unit count the steps of the optimizers that have tensors of it, as long as there are units."""
+    known = [weakref.ref(unit) for unit in units]
 
-    Attributes:
-        count: steps so far.
-    """
+    def stepped(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for reference in known:
+            if (unit := reference()) is not None and not params.isdisjoint(unit.ids()):
+                unit.steps += 1
 
-    def __init__(self) -> None:
-        self.count = 0
-        reference = weakref.ref(self)
-
-        def stepped(*unused: object) -> None:
-            if (steps := reference()) is not None:
-                steps.count += 1
-
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove).atexit = False
+    weakref.finalize(units[0], register_optimizer_step_post_hook(stepped).remove).atexit = False
 
 
 class HostBlock:
@@ -98,6 +93,8 @@ class HostBlock:
 
     Active rows of converted layers do not travel: the weight has their values already. Only their shape is on the
     device, where their gradient is computed.
+
+    The module refers to this, and this does not keep the module: memory is free as soon as the model is dropped.
 
     Args:
         name: of the unit in the model.
@@ -107,23 +104,54 @@ class HostBlock:
     Attributes:
         places: of the tensors that travel.
         active: of the active rows.
-        layers: the converted layers.
+        steps: of optimizers that have tensors of it, since :func:`count_steps`.
     """
 
     def __init__(self, name: str, module: nn.Module, resident: set[int]) -> None:
-        self.name, self.module = name, module
-        self.layers = [part for part in module.modules() if isinstance(part, CompactLayer)]
+        self.name, self._module, self.steps = name, weakref.ref(module), 0
+        self._layers = [weakref.ref(part) for part in module.modules() if isinstance(part, CompactLayer)]
         rows = {id(layer.active) for layer in self.layers}
         every = [place for place in _tensors_of(module) if id(place.get()) not in resident]
         self.places = [place for place in every if id(place.get()) not in rows]
         self.active = [place for place in every if id(place.get()) in rows]
         all_places = ((number, at) for number, place in enumerate(self.places) for at in (place, *place.others))
-        numbers = {(id(at.module), at.name): number for number, at in all_places}
+        numbers = {(id(at.tensors), at.name): number for number, at in all_places}
         self._mapped: set[int] = set()
-        self._weights = {numbers[id(layer), "weight"]: i for i, layer in enumerate(self.layers)}
+        self._weights = {
+            numbers[id(home), "weight"]: i
+            for i, layer in enumerate(self.layers)
+            for home in (layer._parameters, layer._buffers)
+            if "weight" in home
+        }
         self._parameters = _count(module)
         self._lent: list[tuple[Place, Tensor]] = []
         self._lent_sketches: list[tuple[CompactLayer, Tensor | None, Tensor | None]] = []
+
+    @property
+    def module(self) -> nn.Module:
+        """The unit.
+
+        Raises:
+            ReferenceError: the model was dropped.
+        """
+        if (module := self._module()) is None:
+            raise ReferenceError(f"The unit {self.name!r} is gone: nothing refers to the model any more")
+        return module
+
+    @property
+    def lives(self) -> bool:
+        """Whether the model is still there."""
+        return self._module() is not None
+
+    @property
+    def layers(self) -> list[CompactLayer]:
+        """The converted layers."""
+        return [layer for reference in self._layers if (layer := reference()) is not None]
+
+    def ids(self) -> Iterator[int]:
+        """The ``id`` of each of its tensors, also while others are in their places."""
+        lent = (own for _, own in self._lent)
+        return map(id, lent if self._lent else (place.get() for place in (*self.places, *self.active)))
 
     def lend(self) -> list[tuple[Place, Tensor]]:
         """Note the tensors of the modules, in whose places others are put until :meth:`take_back`. Returns them."""
@@ -193,10 +221,10 @@ class HostBlock:
                 "call what changes modules, such as grass.compact(), before"
             )
 
-    def version(self, steps: int) -> Version:
-        """What the tensors are now, after so many steps of optimizers."""
+    def version(self) -> Version:
+        """What the tensors are now."""
         numbers = [0 if layer.written is None else layer.written.number for layer in self.layers]
-        return Version(steps, [stamp_of(place.get()) for place in self.places], numbers)
+        return Version(self.steps, [stamp_of(place.get()) for place in self.places], numbers)
 
     def changes(self, then: Version | None, now: Version) -> list[Change]:
         """What differs between two versions, the second of which is that of now. ``None``: everything does."""
@@ -287,7 +315,7 @@ def _places_of(module: nn.Module) -> Iterator[Place]:
             tensors: dict[str, Any] = vars(part)[kind]
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    yield Place(part, kind, name)
+                    yield Place(tensors, kind, name)
 
 
 def _count(module: nn.Module) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from grass.machine.link import Link
 from grass.offload.executor import Executor
 from grass.streaming.device_block import Counts, DeviceBlock
-from grass.streaming.host_block import HostBlock, Steps
+from grass.streaming.host_block import HostBlock, count_steps
 
 AHEAD = 2
 """Units that come before they are needed. With the one in use, three are on the device beside those in the cache."""
@@ -104,7 +104,7 @@ class Prefetcher:
         self._order = Order(len(units))
         self._held: dict[int, DeviceBlock] = {}
         self._infers = False
-        self._steps = Steps()
+        count_steps(units)
         self.counts = Counts()
 
     @property
@@ -177,7 +177,7 @@ class Prefetcher:
 
     def _is_current(self, number: int) -> bool:
         block = self._held[number]
-        return not block.task.done or block.version == self._units[number].version(self._steps.count)
+        return not block.task.done or block.version == self._units[number].version()
 
     def _load(self, number: int) -> None:
         """Queue the copy of what a unit lacks on the device, unless a copy is on its way."""
@@ -188,7 +188,7 @@ class Prefetcher:
         else:
             self._held[number] = DeviceBlock(self._units[number], self._link)
         block = self._held[number]
-        block.begin(self._steps, self.counts)
+        block.begin(self.counts)
         self._executor.submit([block.task])
 
     def _wait(self, number: int) -> None:

@@ -165,6 +165,8 @@ class Stream:
         self._prefetcher.clear()
         for unit in self.units:
             unit.wait()
+            if not unit.lives:
+                continue
             module: Any = unit.module
             if not isinstance(module, StreamedBlock):
                 continue

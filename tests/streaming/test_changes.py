@@ -26,7 +26,8 @@ LIMIT = 600.0
 
 def test_a_weight_changed_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was copied before the change is not used."""
-    units = [HostBlock(str(i), nn.Linear(3, 2), set()) for i in range(4)]
+    modules = [nn.Linear(3, 2) for _ in range(4)]
+    units = [HostBlock(str(i), module, set()) for i, module in enumerate(modules)]
     weight: Any = units[1].module.weight
     copied, waited = threading.Event(), threading.Event()
     up, wait = Link.up, Executor.wait

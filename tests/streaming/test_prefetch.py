@@ -148,6 +148,67 @@ def test_at_most_three_units_are_there_beside_the_cache(
     assert alive.now == 0
 
 
+@pytest.mark.parametrize("conversion", [None, {"rank": 4, "explore": 3}, {"rank": 4, "weights": "int8"}])
+def test_a_step_of_another_optimizer_copies_nothing(conversion: dict[str, Any] | None) -> None:
+    """Units that are cached and unchanged stay as they are while other models of the process train."""
+    torch.manual_seed(0)
+    model = Network(UNITS, dropout=0.0)
+    if conversion:
+        grass.compact(model, **conversion)
+    handle = grass.stream(model, device="cpu", cache=1 << 30)
+    outside = torch.optim.SGD([*model.embedding.parameters(), *model.head.parameters()], lr=0.1)
+    other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    for p in other.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    backward(model)
+    loads, copied = handle.counts.loads, handle.counts.bytes
+    for _ in range(2):
+        other.step()
+        outside.step()
+        backward(model)
+    assert (handle.counts.loads, handle.counts.updates, handle.counts.bytes) == (loads, 0, copied)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_of_one_unit_copies_that_one_again(fused: bool) -> None:
+    model, handle = streamed(cache=1 << 30)
+    one = torch.optim.AdamW(model.blocks[2].parameters(), fused=fused)
+    backward(model)
+    for step in range(1, 4):
+        before = handle.counts.bytes
+        one.step()
+        x = model(torch.arange(16).view(2, 8))
+        assert handle.counts.bytes - before == handle.units[2].nbytes, f"step {step}"
+        x.sum().backward()
+
+
+@pytest.mark.parametrize("named", [None, [f"blocks.{i}.{name}" for i in range(4) for name in ("up", "down")]])
+@pytest.mark.parametrize("mode", ["full", "dense", "compact", "compact over int8"])
+def test_memory_is_free_when_the_last_reference_goes(mode: str, named: list[str] | None) -> None:
+    """Without the garbage collector; also where the units themselves are converted layers."""
+    gc.collect()
+    gc.disable()
+    try:
+        model, optimizer = build(mode, streamed=True, offload="cpu", stream={"units": named, "cache": 1 << 30})
+        train(model, optimizer, 3)
+        tensors = [t for unit in model.handle.units for t in (*unit.trained(), *(p.get() for p in unit.places))]
+        held = [t for block in model.handle._prefetcher._held.values() for t in block.tensors]
+        alive = [weakref.ref(t) for t in (*tensors, *held)]
+        del tensors, held
+        optimizer.offload.finish()
+        del model, optimizer
+        assert not [reference() for reference in alive if reference() is not None]
+    finally:
+        gc.enable()
+
+
+def test_a_handle_outlives_its_model() -> None:
+    handle = streamed()[1]
+    handle.close()
+    with pytest.raises(ReferenceError, match="nothing refers to the model"):
+        handle.step([torch.arange(8)], lambda ids: ids.sum())
+
+
 def test_the_order_is_learned() -> None:
     order = Order(4)
     assert [unit for unit, _ in order.ahead(Use(0, FORWARD))] == [0, 1, 2, 3]
@@ -163,7 +224,8 @@ def test_the_order_is_learned() -> None:
 def test_any_order_of_uses(uses: list[tuple[int, str]]) -> None:
     """Each use gets the host's values, whatever came before; what is held stays within its bounds."""
     torch.manual_seed(0)
-    units = [host_block.HostBlock(str(i), nn.Linear(3, 2), set()) for i in range(4)]
+    modules = [nn.Linear(3, 2) for _ in range(4)]
+    units = [host_block.HostBlock(str(i), module, set()) for i, module in enumerate(modules)]
     prefetcher = Prefetcher(units, Link("cpu"), Executor(("up",)), cache=units[0].nbytes)
     for number, kind in uses:
         if kind == INFERENCE:
