@@ -5,12 +5,11 @@ A third of this file is the signature and the docstring with all options, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
@@ -28,7 +27,7 @@ from grass.offload.options import Offload
 from grass.options import Options, as_plain, is_projected
 from grass.parallel.background import Background
 from grass.parallel.ranks import Ranks
-from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel
+from grass.parallel.shards import TENSOR_PARALLEL, is_tensor_parallel
 from grass.selection.exploration import auto_scale
 from grass.state_dict import Loading, completed
 from grass.step_checks import StepChecks, check_gradients
@@ -317,22 +316,10 @@ class GrassAdamW(Optimizer):
         if self.offload is not None:
             self.offload.step(self.param_groups, whole)
             return
-        increment_version(list(self._changing(whole)))
         index = 0
         for group in self.param_groups:
             whole.advance(group, enumerate(group["params"], index))
             index += len(group["params"])
-
-    def _changing(self, whole: OptimizerStep) -> Iterator[Tensor]:
-        """What a step writes. Kernels do not count it in versions, by which autograd refuses graphs that are stale."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None or is_sharded(p):
-                    continue
-                yield p
-                layer = whole.layers.get(id(p))
-                if layer is not None and not layer.deferred:
-                    yield layer.weight
 
     def begin_step(self) -> OptimizerStep:
         """The step that has begun in backward; otherwise a new one, after all checks that need no gradient."""

@@ -436,6 +436,30 @@ def test_a_disabled_scaler_changes_nothing() -> None:
     assert_same(ours, ordinary)
 
 
+@pytest.mark.parametrize("rank", [None, 4], ids=["full", "dense"])
+def test_a_graph_from_before_the_step_is_refused(rank: int | None) -> None:
+    """As after an ordinary step: its backward would compute with weights of which some have been stepped."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizer = GrassAdamW(model.parameters(), rank=rank)
+    step_in_backward(optimizer)
+    first, second = (model(torch.randn(4, 8)).square().mean() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
+def test_a_weight_that_is_read_again_after_its_step_is_refused() -> None:
+    """Backward has stepped the weight when it comes to the first product, which takes it as a constant."""
+    weight = nn.Parameter(torch.randn(4, 4))
+    before = nn.Parameter(torch.randn(4, 4))
+    optimizer = GrassAdamW([weight, before], rank=2)
+    step_in_backward(optimizer)
+    constant = (before @ torch.eye(4)) @ weight.detach()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (constant.tanh() @ weight).sum().backward()
+
+
 def test_a_closure_is_refused_before_it_runs() -> None:
     _, optimizer = build()
     step_in_backward(optimizer)

@@ -15,16 +15,15 @@ Optimizers keep what they found. Every other step compares a few integers, whate
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from grass.compact_mode.layer import LAYERS, CompactLayer
 from grass.compact_mode.owner import wrapped
+from grass.every_optimizer import before_every_step
 
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 """What each optimizer looked like when it was last checked."""
@@ -58,14 +57,13 @@ def _owner(layer: CompactLayer) -> Optimizer | None:
     return None if layer.owner is None else layer.owner.optimizer
 
 
-@functools.cache
 def watch_optimizers() -> None:
     """Check every optimizer of this process (:func:`check_optimizer`) from now on."""
-    register_optimizer_step_pre_hook(check_optimizer)
+    before_every_step(check_optimizer)
 
 
-def check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse an optimizer that would leave converted layers untrained; a step pre-hook of all optimizers.
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that would leave converted layers untrained; called before every step of every optimizer.
 
     Raises:
         RuntimeError: it was built before the conversion, it trains active rows that nothing writes back, or it is

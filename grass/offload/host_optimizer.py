@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.refresh_cycle import check_sharding
@@ -38,6 +37,7 @@ from grass.offload.tasks import ParameterStep, Task, placement, schedule
 from grass.offload.timeline import save
 from grass.options import Options
 from grass.parallel.shards import is_sharded, local
+from grass.parallel.versions import count_writes
 from grass.state.refresh import is_due, may_be_due
 from grass.state.schema import State
 from grass.stepping.optimizer_step import OptimizerStep
@@ -361,7 +361,7 @@ class HostOptimizer:
     def _submit(self, queued: list[Queued], steps: list[ParameterStep], whole: OptimizerStep) -> None:
         tasks, ends = self.schedule(steps)
         changing = [p for p, *_ in queued] + [whole.layers[id(p)].weight for p, *_ in queued if id(p) in whole.layers]
-        increment_version(changing)  # a graph that saved them is stale
+        count_writes(changing)  # now: the values come later
         for record in self._records.values():
             record.stamp = None
         for p, *_ in queued:

@@ -21,8 +21,8 @@ Active = tuple[Member, CompactLayer]
 """Active rows in a step, with their converted layer."""
 
 
-def step_active(step: GroupStep, every: list[Active]) -> None:
-    """Update active rows, write them back, and select new ones if that is due."""
+def step_active(step: GroupStep, every: list[Active]) -> list[Tensor]:
+    """Update active rows, write them back, and select new ones if that is due. Returns these."""
     begun = _begin(step, [(_of_stratum(member, layer), layer) for member, layer in every])
     count([member.state for member, layer in begun if layer.experts == 1])
     every_rows = [rows for member, layer in begun for rows in _of_experts(_rows(member, layer), layer)]
@@ -34,7 +34,7 @@ def step_active(step: GroupStep, every: list[Active]) -> None:
     for member, layer in begun:
         if layer.scale() is not None:
             layer.write_back(step.key(member.position, member.state))
-    _advance(step, [Trained(layer, member.state, member.position, member.grad) for member, layer in begun])
+    return _advance(step, [Trained(layer, member.state, member.position, member.grad) for member, layer in begun])
 
 
 def _of_stratum(member: Member, layer: CompactLayer) -> Member:
@@ -103,12 +103,12 @@ def _of_expert(rows: CompactRows, layer: ExpertRows, expert: int) -> CompactRows
     return CompactRows(weight, *own, state, place, explored)
 
 
-def _advance(step: GroupStep, every: list[Trained]) -> None:
-    """Select new rows if that is due, and prepare all layers for the next forward."""
+def _advance(step: GroupStep, every: list[Trained]) -> list[Tensor]:
+    """Select new rows if that is due, and prepare all layers for the next forward. Returns the rows."""
     exchange = BankExchange.of(step.group, step.ranks, step.background)
-
-    step.chosen.extend(advance(every, step.options, step.ranks, lambda item: _policy(step, item, exchange)))
+    chosen = advance(every, step.options, step.ranks, lambda item: _policy(step, item, exchange))
     exchange.finish()
+    return chosen
 
 
 def _policy(step: GroupStep, item: Trained, exchange: BankExchange) -> Policy:

@@ -23,28 +23,36 @@ from grass.stepping.group import GroupStep, Member, count
 from grass.stepping.rows import DenseExplored, DenseRows
 
 
-def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Tensor, Tensor]) -> None:
-    """Select new rows of each weight if that is due, by given norms or those of its gradient; update them."""
+def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Tensor, Tensor]) -> list[Tensor]:
+    """Select new rows of each weight if that is due, by given norms or those of its gradient; update them.
+
+    Returns:
+        The rows that were selected, of all weights for which that was due.
+    """
     exchange = BankExchange.of(step.group, step.ranks)
-    stepped = [
-        m
-        for m in members
-        if not refresh_due(m.state, step.options) or _choose(step, m, given_norms.pop(m.parameter, None), exchange)
-    ]
+    stepped, chosen = [], []
+    for member in members:
+        if refresh_due(member.state, step.options):
+            rows = _choose(step, member, given_norms.pop(member.parameter, None), exchange)
+            if rows is None:
+                continue
+            chosen.append(rows)
+        stepped.append(member)
     exchange.finish()
-    every = [rows for member in stepped for rows in _rows(step, member)]
+    every = [each for member in stepped for each in _rows(step, member)]
     count([member.state for member in stepped if not step.options.is_batch(member.parameter)])
-    for rows in every:
-        if decays_whole(step, rows):
-            shrink_(rows.stepped(), step.numbers(rows.state).shrink, step.value_key(rows.index, rows.state))
+    for each in every:
+        if decays_whole(step, each):
+            shrink_(each.stepped(), step.numbers(each.state).shrink, step.value_key(each.index, each.state))
     step_rows(step, every)
-    for rows in every:
-        if rows.finish is not None:
-            rows.finish()
+    for each in every:
+        if each.finish is not None:
+            each.finish()
+    return chosen
 
 
-def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: BankExchange) -> bool:
-    """Select rows. Returns whether to update them.
+def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: BankExchange) -> Tensor | None:
+    """Select rows, and return them; ``None`` if they are not to be updated.
 
     The first step is not an update if both gradient and learning rate are zero:
     ``torch.distributed.checkpoint`` takes such a step to make a fresh optimizer create its state.
@@ -57,9 +65,9 @@ def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: Ban
         norms = _norms(step, grad, dim)
     carry = policy_of(state, local(weight), step.options, index, exchange, by_row=step.options.is_batch(p))
     if refresh(state, carry, norms, dim, rank, step.options, index, experts) is Outcome.PROVISIONAL and not step.lr:
-        return False
-    step.chosen.append(state["indices"])
-    return True
+        return None
+    indices: Tensor = state["indices"]
+    return indices
 
 
 def _norms(step: GroupStep, grad: Tensor, dim: int) -> Tensor:

@@ -56,7 +56,6 @@ class GroupStep:
         scratch: temporary memory.
         background: runs exchanges with a bank.
         ranks: the ranks that train the model together.
-        chosen: gets the rows of every weight that selects rows in this step.
         lr: the learning rate as a number.
         adam: ``betas``, ``eps`` and ``maximize``.
     """
@@ -66,7 +65,6 @@ class GroupStep:
     scratch: ScratchPool
     background: Background
     ranks: Ranks
-    chosen: list[Tensor]
     lr: float = field(init=False)
     adam: dict[str, Any] = field(init=False)
 

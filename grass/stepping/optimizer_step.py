@@ -53,6 +53,6 @@ class OptimizerStep:
         members = [Member(p, aligned_grad(p), self.states[p], i) for i, p in parameters if p.grad is not None]
         if id(group) not in self.options:
             self.options[id(group)] = Options.of(group)
-        step = GroupStep(group, self.options[id(group)], self.scratch, self.background, self.ranks, self.chosen)
-        step_group(step, members, self.layers, self.given_norms)
+        step = GroupStep(group, self.options[id(group)], self.scratch, self.background, self.ranks)
+        self.chosen += step_group(step, members, self.layers, self.given_norms)
         self.stepped.update(id(member.parameter) for member in members)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.synced_rows import Written
+from grass.every_optimizer import after_every_step
 from grass.kernels.layout import is_dense
 from grass.offload.host_storage import SMALLEST, HostStorage, mark_on_host, unmark_on_host, wait_for_step
 from grass.offload.progress import stamp_of
@@ -79,13 +79,13 @@ def count_steps(units: list[HostBlock]) -> None:
     """Let each unit count the steps of the optimizers that have tensors of it, as long as there are units."""
     known = [weakref.ref(unit) for unit in units]
 
-    def stepped(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+    def stepped(optimizer: torch.optim.Optimizer) -> None:
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for reference in known:
             if (unit := reference()) is not None and not params.isdisjoint(unit.ids()):
                 unit.steps += 1
 
-    weakref.finalize(units[0], register_optimizer_step_post_hook(stepped).remove).atexit = False
+    weakref.finalize(units[0], after_every_step(stepped)).atexit = False
 
 
 class HostBlock:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from grass import GrassAdamW, compact
 from grass.distributed import shard_placement_fn
-from tests.compact.networks import Network, converted, selections, train
+from tests.compact.networks import Network, converted, loss_of, selections, train
 from tests.distributed.training import (
     OPTIONS,
     assert_close,
@@ -93,6 +93,33 @@ def test_joint_training_equals_one_process(size: int) -> None:
             expected += [(weights(model), selections(model))] * 2
     for trained in ranks:
         assert_trained_alike(trained, expected)
+
+
+def stale_graphs(rank: int, offload: str | None) -> list[str]:
+    """What backward of a graph says whose weights were stepped since; dense mode, compact mode and full rank."""
+    said = []
+    for mode, kept in ((m, k) for m in ("compact", "dense", "full") for k in (True, False)):
+        if mode == "compact":
+            model, optimizer = sharded(reshard_after_forward=kept, offload=offload)
+        else:
+            model = Network(torch.float64)
+            for layer in (model.up, model.mix, model):
+                fully_shard(layer, reshard_after_forward=kept)
+            optimizer = GrassAdamW(model.parameters(), rank=3 if mode == "dense" else None, offload=offload)
+        stale, current, *_ = (loss_of(model, batch) for batch in joint_batches(3))
+        current.backward()
+        optimizer.step()
+        try:
+            stale.backward()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_a_graph_from_before_the_step_is_refused(offload: str | None) -> None:
+    for said in run_world(stale_graphs, 2, offload):
+        assert ["modified by an inplace operation" in text for text in said] == [True] * 6
 
 
 def initialised_after_sharding(rank: int, way: str) -> dict[str, Tensor]:
