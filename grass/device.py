@@ -1,11 +1,13 @@
-"""Streams and events of whatever accelerator there is: CUDA, ROCm, XPU, or any other that torch knows.
+"""Whatever accelerator there is: its streams and events, and what torch says about it. CUDA, ROCm, XPU, MPS or any other.
 
-The CPU has none: work on it is done when the call returns. MPS has no pinned memory and no streams beside its own, so
-Grass does not copy to it or from it in the background.
+The CPU has no streams: work on it is done when the call returns. MPS has no pinned memory and no streams beside its own,
+so Grass does not copy to it or from it in the background: offload and streaming refuse it, and the bank's exchange runs
+within the step. No other module of ``grass`` asks which accelerator it is.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 
 WITHOUT_STREAMS = ("cpu", "meta", "mps")
+VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "xpu": ("ZE_AFFINITY_MASK",)}
+"""Variables that choose and renumber the devices of a process. On ROCm torch calls the devices ``cuda`` too."""
 
 
 def has_streams(device: torch.device) -> bool:
@@ -75,6 +79,35 @@ def free_bytes(device: torch.device) -> int:
 
 def name_of(device: torch.device) -> str:
     """A device's name, such as ``"NVIDIA H100"``; its type where torch does not say."""
-    module: Any = getattr(torch, device.type, None)
-    get = getattr(module, "get_device_name", None)
-    return device.type if device.type == "cpu" or get is None else str(get(device))
+    name = _asked(device, "get_device_name")
+    return device.type if name is None else str(name)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """What a CUDA or ROCm device can do, as ``(9, 0)``; ``(0, 0)`` for others."""
+    found = _asked(device, "get_device_capability")
+    return found if isinstance(found, tuple) else (0, 0)
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Where on its bus a device is, such as ``"0000:4b:00.0"``; ``None`` where torch does not say."""
+    card = _asked(device, "get_device_properties")
+    numbers = [getattr(card, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in numbers:
+        return None
+    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+
+
+def number_on_machine(device: torch.device) -> str:
+    """What the machine calls a device that variables such as ``CUDA_VISIBLE_DEVICES`` renumber in this process."""
+    index = device.index or 0
+    for variable in VISIBLE.get(device.type, ()):
+        if visible := os.environ.get(variable):
+            return visible.split(",")[index].strip()
+    return str(index)
+
+
+def _asked(device: torch.device, function: str) -> Any:
+    """What a function of ``torch.cuda``, ``torch.xpu``, ... says of a device; ``None`` where there is no such one."""
+    ask = None if device.type == "cpu" else getattr(getattr(torch, device.type, None), function, None)
+    return None if ask is None else ask(device)

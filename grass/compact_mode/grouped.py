@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grass.compact_mode.products import inner_product
+from grass.device import capability
 
 ALIGNMENT = 16
 """Bytes that ``grouped_mm`` wants strides and addresses to be multiples of."""
@@ -56,11 +57,11 @@ def _behind(ends: Tensor, x: Tensor) -> Tensor:
 
 
 def _runs_grouped(a: Tensor, b: Tensor) -> bool:
-    """Whether ``grouped_mm`` takes the operands: on CUDA bfloat16, from capability 8.0 on; on the CPU float32 too."""
-    if a.device.type == "cuda":
-        runs = a.dtype == torch.bfloat16 and torch.cuda.get_device_capability(a.device) >= (8, 0)
+    """Whether ``grouped_mm`` takes the operands: bfloat16 from CUDA's capability 8.0 on; float32 on the CPU."""
+    if a.device.type == "cpu":
+        runs = a.dtype in (torch.float32, torch.bfloat16)
     else:
-        runs = a.device.type == "cpu" and a.dtype in (torch.float32, torch.bfloat16)
+        runs = a.dtype == torch.bfloat16 and capability(a.device) >= (8, 0)
     return runs and all(_is_aligned(t) for t in (a, b))
 
 

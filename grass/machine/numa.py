@@ -11,11 +11,11 @@ import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from grass.cpu.kernel import use_threads
+from grass.device import pci_address
 
 SYSFS = Path("/sys")
 Cpus = frozenset[int]
@@ -100,11 +100,9 @@ def nodes(root: Path = SYSFS) -> dict[int, Cpus]:
 
 
 def node_of(device: torch.device, root: Path = SYSFS) -> int | None:
-    """The NUMA node that a CUDA device hangs on; ``None`` for others and where the system does not say."""
-    if device.type != "cuda":
+    """The NUMA node that a device hangs on; ``None`` for a CPU, and where torch or the system does not say."""
+    if (address := pci_address(device)) is None:
         return None
-    card: Any = torch.cuda.get_device_properties(device)
-    address = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
     file = root / "bus/pci/devices" / address / "numa_node"
     node = int(file.read_text()) if file.exists() else -1
     return node if node in nodes(root) else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from collections.abc import Sequence
 
 import torch
 
+from grass.device import number_on_machine
 from grass.memory.units import format_bytes, parse_bytes
 from grass.offload.host_storage import free_memory
 
@@ -65,8 +65,4 @@ def check_host_memory(of_each: int | str, at_a_time: int) -> None:
 def claim_name(name: str) -> str:
     """What two commands call the same device of the same machine: the name of a file."""
     device = torch.device(name)
-    index = str(device.index or 0)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if device.type == "cuda" and visible:
-        index = visible.split(",")[int(index)].strip()
-    return re.sub(r"[^-.\w]", "_", f"{socket.gethostname()}-{device.type}-{index}")
+    return re.sub(r"[^-.\w]", "_", f"{socket.gethostname()}-{device.type}-{number_on_machine(device)}")

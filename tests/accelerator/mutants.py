@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NOTHING = "pass"
 MUTANTS = {
-    "grass/offload/staging.py": [
+    "grass/machine/pinned_buffers.py": [
         ("copy down: wait for what writes the source", "self._down_stream.wait_event(after)", NOTHING),
         ("copy down: wait for the piece before it is read", "events[i].synchronize()", NOTHING),
         ("copy up: wait for what reads the target", "self._up_stream.wait_event(after)", NOTHING),
@@ -32,26 +32,31 @@ MUTANTS = {
     "grass/state/bank.py": [
         ("bank: wait for rows before the host reads them", "current_stream(rows.device).synchronize()", NOTHING),
     ],
-    "grass/offload/replicas.py": [
+    "grass/offload/host_copies.py": [
         ("offload: mark of the gradient", "self._mark = link.mark()", "self._mark = None"),
         ("offload: mark of arriving rows", "self._selected, link.mark())", "self._selected, None)"),
         ("offload: mark of what arrives", "link.up(values, there, link.mark())", "link.up(values, there, None)"),
     ],
-    "grass/offload/visits.py": [
+    "grass/offload/device_step.py": [
         ("visit: mark of the state that comes", "self._there[key], link.mark())", "self._there[key], None)"),
-        ("visit: mark of the stepped state", "mark, home = link.mark(),", "mark, home = None,"),
+        ("visit: mark of the stepped state", "mark, state = link.mark(),", "mark, state = None,"),
+        (
+            "visit: the count of a rounded parameter stays on the host",
+            'HOST_KEYS | {"step"} if counts_on_host',
+            "HOST_KEYS if counts_on_host",
+        ),
     ],
     "grass/streaming/gradients.py": [
         ("stream: mark of a gradient", "mark = self._link.mark()", "mark = None"),
     ],
-    "grass/streaming/boundary.py": [
+    "grass/streaming/activations.py": [
         ("stream: mark of an activation that leaves", "        mark = link.mark()", "        mark = None"),
         ("stream: mark of an activation that returns", "        mark = self._link.mark()", "        mark = None"),
     ],
-    "grass/streaming/visitor.py": [
+    "grass/streaming/device_block.py": [
         ("stream: mark of a unit that comes", "mark, unit = self._link.mark(),", "mark, unit = None,"),
     ],
-    "grass/streaming/turns.py": [
+    "grass/streaming/micro_batches.py": [
         ("micro-batches: threads take over the stream", "stack.enter_context(on(self._stream))", NOTHING),
     ],
 }

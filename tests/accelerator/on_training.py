@@ -13,8 +13,10 @@ standin.install()
 
 import grass  # noqa: E402
 from grass import GrassAdamW, Offload  # noqa: E402
+from grass.device import new_stream, on  # noqa: E402
 from grass.machine.link import Link  # noqa: E402
 from grass.parallel.background import Background  # noqa: E402
+from grass.state import master  # noqa: E402
 from tests.offload import training  # noqa: E402
 from tests.offload.training import same  # noqa: E402
 from tests.streaming import models  # noqa: E402
@@ -156,7 +158,9 @@ def rounded(options: dict[str, Any] | None, seed: int) -> tuple[Any, ...]:
     return training.train(model, optimizer, STEPS), *values_of(model, optimizer)
 
 
-def test_rounded_parameters_step_by_turns() -> None:
+def test_rounded_parameters_step_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices as small as these would have masters, and not be rounded."""
+    monkeypatch.setattr(master, "SMALL", 0)
     expected = rounded(None, 0)
     assert same(rounded({"fraction": 0.4}, 0), expected)
 
@@ -210,7 +214,7 @@ def by_micro_batches(seed: int, *, turns: bool) -> tuple[Any, ...]:
     losses = []
     for step in range(2):
         torch.manual_seed(step)
-        batches = [torch.randint(32, (4, 8)).to(DEVICE) for _ in range(3)]
+        batches = [torch.randint(32, (4, 8)).to(DEVICE) * 1 for _ in range(3)]  # computed late
 
         def loss_of(x: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
@@ -231,3 +235,11 @@ def test_micro_batches_that_pass_together() -> None:
     expected = by_micro_batches(0, turns=False)
     for seed in range(3):
         assert same(by_micro_batches(seed, turns=True), expected), f"seed {seed}"
+
+
+def test_micro_batches_on_another_stream() -> None:
+    """Their threads go on with the stream of the caller, on which the batches are computed."""
+    with on(new_stream(torch.device(DEVICE))):
+        expected = by_micro_batches(0, turns=False)
+        for seed in range(3):
+            assert same(by_micro_batches(seed, turns=True), expected), f"seed {seed}"
