@@ -1,8 +1,8 @@
-"""Whatever accelerator there is: its streams and events, and what torch says about it. CUDA, ROCm, XPU, MPS or any other.
+"""Whatever accelerator there is: CUDA, ROCm, XPU, MPS or any other that torch knows. Its streams and events, its name.
 
-The CPU has no streams: work on it is done when the call returns. MPS has no pinned memory and no streams beside its own,
-so Grass does not copy to it or from it in the background: offload and streaming refuse it, and the bank's exchange runs
-within the step. No other module of ``grass`` asks which accelerator it is.
+The CPU has no streams: work on it is done when the call returns. MPS has no pinned memory and no streams beside its
+own, so Grass does not copy to it or from it in the background: offload and streaming refuse it, and the bank's exchange
+runs within the step. No other module of ``grass`` asks which accelerator it is.
 """
 
 from __future__ import annotations
