@@ -93,9 +93,8 @@ def pci_address(device: torch.device) -> str | None:
     """Where on its bus a device is, such as ``"0000:4b:00.0"``; ``None`` where torch does not say."""
     card = _asked(device, "get_device_properties")
     numbers = [getattr(card, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None in numbers:
-        return None
-    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    found = [f"{number:02x}" for number in numbers if number is not None]
+    return f"{found[0]:0>4}:{found[1]}:{found[2]}.0" if len(found) == len(numbers) else None
 
 
 def number_on_machine(device: torch.device) -> str:
