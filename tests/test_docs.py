@@ -98,6 +98,7 @@ def test_commands_name_scripts_and_flags_that_exist():
             assert flag in known if known else f'"{flag}"' in (ROOT / script).read_text(), flag
 
 
+@pytest.mark.slow
 def test_diagrams_are_those_of_the_script(tmp_path):
     subprocess.run([sys.executable, ROOT / "scripts" / "diagrams.py", "--out", tmp_path], check=True)
     folders = tmp_path, DOCS / "images"

@@ -262,7 +262,7 @@ def compiled(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.compile(model, fullgraph=True)(x)
 
 
-@pytest.mark.parametrize("run", [checkpointed, compiled])
+@pytest.mark.parametrize("run", [checkpointed, pytest.param(compiled, marks=pytest.mark.slow)])
 def test_gradients_under(run) -> None:
     model, _ = quantised()
     other = copy.deepcopy(model)

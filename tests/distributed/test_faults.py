@@ -186,7 +186,9 @@ def test_every_rank_says_what_differs(body: object, size: int, message: str) -> 
         assert message in outcome.error
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("lr", "explore") else pytest.mark.slow) for n in CHANGES]
+)
 def test_a_setting_changed_on_one_rank(name: str) -> None:
     """In a step that chooses no rows, and in one that does, before any rank waits for another."""
     for mode, steps in (("compact", 1), ("dense", 4), ("hook", 2)):

@@ -234,7 +234,11 @@ def continued(rank: int, folder: Path, rule: dict[str, Any]) -> tuple[dict[str, 
     return weights_of(model.state_dict()), selections(model)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["state_policy"])
+@pytest.mark.parametrize(
+    "rule",
+    [RULES[0], *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES[1:])],
+    ids=lambda rule: rule["state_policy"],
+)
 def test_checkpoint_across_world_sizes(rule: dict[str, Any], tmp_path: Path) -> None:
     expected, rows = run_world(checkpointed, 2, tmp_path, rule)[0]
     for size in (1, 2, 4):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -72,6 +73,7 @@ def test_with_the_reduced_all_reduce() -> None:
     assert_alike(run_world(compared, 2, hooked))
 
 
+@pytest.mark.slow
 def test_with_a_bank_divided_among_the_ranks() -> None:
     shared = [{**rule, "shard_bank": True} for rule in RULES if rule["state_policy"] == "bank"]
     assert_alike(run_world(compared, 2, shared))

@@ -70,6 +70,7 @@ def hybrid(rank: int) -> None:
     assert_same(found[1], found[0], "hybrid")
 
 
+@pytest.mark.slow
 def test_hybrid_sharding() -> None:
     run_world(hybrid, 4)
 
@@ -128,6 +129,7 @@ def gated(rank: int, wrapped: str) -> list[int]:
     return waiting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["root", "blocks", "layers", "prefetched"])
 def test_the_next_forward_waits_before_shards_are_gathered(wrapped: str) -> None:
     for waiting in run_world(gated, 2, wrapped):
@@ -154,6 +156,7 @@ def continued(rank: int, folder: Path, offload: Offload | None) -> tuple[dict[st
     return everything(model, optimizer), selections(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", [None, SLOW], ids=["resident", "offloaded"])
 def test_checkpoint_across_world_sizes_and_homes(saved: Offload | None, tmp_path: Path) -> None:
     expected, rows = run_world(checkpointed, 2, tmp_path, saved)[0]

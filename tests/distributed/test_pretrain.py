@@ -76,6 +76,7 @@ def with_a_nan(rank: int, out: Path) -> None:
     pretrain(rank, out, (*RUNS["compact"], "--save-every", "2"))
 
 
+@pytest.mark.slow
 def test_a_nan_on_one_rank_stops_all_and_spoils_no_checkpoint(tmp_path: Path) -> None:
     for outcome in attempt_world(with_a_nan, 2, tmp_path):
         assert outcome.error != HANG

@@ -57,7 +57,7 @@ def every_configuration(rank: int) -> list[dict[str, torch.Tensor]]:
     return trained
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_joint_training_equals_one_process(size: int) -> None:
     ranks = run_world(every_configuration, size)
     expected = []
@@ -122,6 +122,7 @@ def test_accumulation_without_no_sync() -> None:
             assert_close(trained[number][-1], weights(model))
 
 
+@pytest.mark.slow
 def test_accumulation_with_sketches_keeps_the_rows_of_the_first_micro_batch() -> None:
     first = sketched_micro_batches()
     for trained in run_world(accumulated, 2):

@@ -92,6 +92,7 @@ def moments(optimizer: GrassAdamW) -> list[tuple[str, Tensor]]:
     return [(key, state[key]) for state in optimizer.state.values() if "indices" in state for key in keys]
 
 
+@pytest.mark.slow
 def test_equals_a_bank_where_a_rank_has_no_share() -> None:
     """Of 12 columns, on 5 ranks."""
     run_world(compared, 5, (torch.float64, COMPACT_AND_DENSE))
@@ -174,6 +175,7 @@ def continued(rank: int, folder: Path, shard_bank: bool) -> list[tuple[dict[str,
     return ends
 
 
+@pytest.mark.slow
 def test_checkpoint_across_world_sizes(tmp_path: Path) -> None:
     """To the bit on 2 ranks, whether they share a bank again or not; on 1 and 4 up to the order of summation."""
     expected = run_world(checkpointed, 2, tmp_path)[0]

@@ -82,6 +82,7 @@ def test_sizes(tiny_llama: Build, tmp_path: Path, mode: str) -> None:
         assert host == (8 * weights + 4 * sum(m.in_features for m in linear) if mode == "compact" else 0)
 
 
+@pytest.mark.slow
 def test_rare_logs_show_their_own_step(tiny_llama: Build, tmp_path: Path) -> None:
     """Whichever steps are logged, the energy is that of the gradient of the same step."""
     every = trainer(tiny_llama(), arguments(tmp_path), "dense")

@@ -22,7 +22,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
     "torch_compile, inductor": {"torch_compile": True},
 }
-LONG = {("dense", "torch_compile"), ("compact", "torch_compile, inductor")}
+LONG = {("dense", "torch_compile"), ("compact", "torch_compile"), ("compact", "torch_compile, inductor")}
 CASES = [
     pytest.param(mode, features, id=f"{mode}-{name}", marks=[pytest.mark.slow] if (mode, name) in LONG else [])
     for mode in MODES
@@ -63,6 +63,7 @@ def test_resume(tiny_llama: Build, tmp_path: Path, mode: str, features: dict[str
     assert compact == (mode == "compact")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prepare", "keywords"), PREPARED.values(), ids=PREPARED)
 def test_resume_in_other_precisions(
     tiny_llama: Build, tmp_path: Path, prepare: Callable[[Any], Any], keywords: dict[str, Any]

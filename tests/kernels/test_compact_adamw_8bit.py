@@ -88,6 +88,7 @@ def test_another_key_draws_other_codes(run) -> None:
         assert (drawn[0][i] != drawn[2][i]).float().mean() > 0.1
 
 
+@pytest.mark.slow
 def test_codes_are_right_in_the_mean(run) -> None:
     """A second moment that decays by a thousandth a step does so in the mean."""
     weight, indices = torch.zeros(4, 300, device=DEVICE), torch.arange(4, device=DEVICE)

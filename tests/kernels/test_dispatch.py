@@ -59,6 +59,7 @@ def test_triton_on_a_device_without_kernels(monkeypatch, log) -> None:
     assert "no kernel for meta tensors in the interpreter" in log.text
 
 
+@pytest.mark.slow
 def test_imports_and_runs_without_triton() -> None:
     script = (
         "import sys; sys.modules['triton'] = None\n"

@@ -64,6 +64,7 @@ def test_exploring_and_rules_reach_the_plan(capsys):
     assert "Grass: 0.125 explored, selection uniform, policy keep" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_rank_of_adapters_is_their_own(capsys):
     plain, wider = table(capsys, *SHOWN), table(capsys, *SHOWN, "--lora-rank", "64")
     for label, cells in plain.items():

@@ -336,6 +336,7 @@ def run_python(code: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.slow
 def test_fork():
     run_python(FORKING)
 

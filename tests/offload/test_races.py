@@ -115,7 +115,11 @@ def trained(mode: Mode, options: dict[str, Any], offload: Offload | None, data: 
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.get("selection", "uniform"))
+@pytest.mark.parametrize(
+    "options",
+    [OPTIONS[0], *(pytest.param(options, marks=pytest.mark.slow) for options in OPTIONS[1:])],
+    ids=lambda options: options.get("selection", "uniform"),
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_any_legal_order_equals_the_resident_optimizer(mode: Mode, options: dict[str, Any]) -> None:
     expected = copy.deepcopy(trained(mode, options, None)[0])

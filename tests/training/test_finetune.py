@@ -98,6 +98,7 @@ def test_instruction_tuning(tmp_path, files, method, packed):
     assert model.generate(input_ids=ids, max_new_tokens=2, do_sample=False).shape[1] > ids.shape[1]
 
 
+@pytest.mark.slow
 def test_a_small_encoder_learns_which_package_a_docstring_is_from(tmp_path):
     flags = [*METHODS["compact"], "--lr", "4e-3", "--per-device-train-batch-size", "32", "--eval-strategy", "no"]
     finetune("classify", tmp_path, *flags, "--update-interval", "10", "--save-strategy", "no", steps=120)
@@ -117,6 +118,7 @@ def test_resume_is_bit_exact(tmp_path, files, method):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_regression(tmp_path, files):
     finetune("classify", tmp_path, *files, "--label", "length", "--columns", "text", "input")
     assert {"eval_pearson", "eval_spearman"} <= evaluation(tmp_path).keys()
@@ -159,6 +161,7 @@ def test_offload_is_refused_where_it_does_nothing(tmp_path, files, method, capsy
     assert f"--offload does nothing with --method {method}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_offload_trains_as_without(tmp_path, files, capsys):
     logs = []
     for flags in ([], ["--offload"]):
@@ -169,6 +172,7 @@ def test_offload_trains_as_without(tmp_path, files, capsys):
     assert logs[0] == logs[1]
 
 
+@pytest.mark.slow
 def test_streamed_trains_as_checkpointed(tmp_path, files, capsys):
     logs = []
     for flags in (["--gradient-checkpointing"], ["--offload", "--stream"]):

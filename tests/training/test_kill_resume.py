@@ -31,7 +31,7 @@ RUNS = {
 }
 
 
-QUICK = ("adamw", "compact")
+QUICK = ("compact",)
 
 
 @pytest.fixture(
@@ -104,6 +104,7 @@ def test_killed_while_the_host_steps_and_resumed(alone, tmp_path):
     assert_same_bits(left_behind(tmp_path), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", ["bank"], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
 def test_stopped_by_a_signal_and_resumed(alone, number, tmp_path):

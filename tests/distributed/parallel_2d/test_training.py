@@ -131,6 +131,7 @@ def loaded(rank: int, folder: str, shape: tuple[int, ...], options: dict[str, An
 BANK = {"state_policy": "bank", "selection": "multinomial_norm"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [pytest.param({}, id="keep"), pytest.param(BANK, id="bank", marks=pytest.mark.slow)]
 )
