@@ -1,8 +1,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+NEXT := .venv-next
 
-.PHONY: demo test test-slow lint docs clean
+.PHONY: demo test test-slow test-next lint docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -12,6 +13,12 @@ test: $(VENV)/.test lint docs
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
+
+# the quick tests on the newest torch and transformers, in an environment of their own
+test-next:
+	test -x $(NEXT)/bin/python || $(PYTHON) -m venv $(NEXT)
+	$(NEXT)/bin/python scripts/newest.py --quiet
+	$(NEXT)/bin/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 docs: $(VENV)/.test
 	$(BIN)/sphinx-build -q --fail-on-warning --keep-going --builder html docs build/docs
@@ -35,4 +42,4 @@ $(VENV)/.test: setup.cfg constraints.txt | $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info runs
+	rm -rf $(VENV) $(NEXT) build *.egg-info runs

@@ -18,6 +18,7 @@ from torch.optim import swa_utils
 from grass.compact_mode.conversion import expand
 from grass.int8 import plain_state_dict
 from grass.parallel.shards import is_sharded
+from grass.private_names import without_compile
 
 
 class AveragedModel(swa_utils.AveragedModel):
@@ -103,8 +104,8 @@ class _Values(NamedTuple):
 
 def _unwrapped(model: Any) -> nn.Module:
     """The model without the wrappers of DDP and ``torch.compile``."""
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+    while isinstance(model, DistributedDataParallel) or model is not without_compile(model):
+        model = model.module if isinstance(model, DistributedDataParallel) else without_compile(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     return model

@@ -18,11 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from grass.optimizer import GrassAdamW
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded
+from grass.private_names import NO_BACKWARD, at_end_of_backward, gradient_hooks, running_backward, set_steps_with_scaler
 from grass.step_checks import check_gradient
 from grass.stepping.optimizer_step import OptimizerStep
-
-OUTSIDE = -1
-"""Torch's number of the backward pass where none runs."""
 
 ACCUMULATED = (
     "gradients cannot be accumulated. Call optimizer.step() after each backward; if the parameter is shared between "
@@ -97,7 +95,7 @@ class InBackward:
         self._running: int | None = None  # torch's number of the backward pass that has stepped first and not ended
         self._watch(optimizer)
         optimizer.in_backward = self
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # GradScaler then calls step()
+        set_steps_with_scaler(optimizer, True)
 
     @property
     def grad_norm(self) -> Tensor:
@@ -115,7 +113,7 @@ class InBackward:
             if optimizer._going_on is not None:
                 raise RuntimeError("A step has begun in backward: call optimizer.step() before remove()")
             optimizer.in_backward = None
-            del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+            set_steps_with_scaler(optimizer, False)
         for hook in self._registered.values():
             hook.remove()
         self._registered.clear()
@@ -166,11 +164,11 @@ class InBackward:
 
     def _enter_pass(self) -> bool:
         """Take note of the backward pass that runs now. Returns whether an earlier one has begun and not ended."""
-        now = torch._C._current_graph_task_id()
-        if now != OUTSIDE and self._running is None:
+        now = running_backward()
+        if now != NO_BACKWARD and self._running is None:
             self._running = now
-            torch.autograd.Variable._execution_engine.queue_callback(self._leave_pass)
-        return now != OUTSIDE and self._running != now
+            at_end_of_backward(self._leave_pass)
+        return now != NO_BACKWARD and self._running != now
 
     def _leave_pass(self) -> None:
         """Called at the end of a backward pass without an error."""
@@ -229,7 +227,7 @@ def _check_supported(optimizer: GrassAdamW) -> None:
 
 
 def _check_free(p: Tensor) -> None:
-    for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in gradient_hooks(p):
         if isinstance(getattr(hook, "handle", lambda: None)(), InBackward):
             raise ValueError(
                 f"A parameter of shape {tuple(p.shape)} is stepped in backward by another optimizer: call remove() of "

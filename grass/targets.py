@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from torch import Tensor, nn
 
 from grass.coverage import EXPERT_ROWS, report
+from grass.private_names import has_gate_of_experts
 
 logger = logging.getLogger("grass")
 
@@ -95,7 +96,7 @@ def expert_weights(module: nn.Module) -> dict[str, bool]:
     """
     if (own := getattr(module, "grass_experts", None)) is not None:
         return _checked(module, own)
-    if not hasattr(module, "_apply_gate") or not hasattr(module, "is_transposed"):
+    if not has_gate_of_experts(module) or not hasattr(module, "is_transposed"):
         return {}
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     rows = module._modules.get(EXPERT_ROWS)

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -108,3 +109,10 @@ def test_a_checkout_on_the_path_says_how_to_install(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert "which is not installed" in done.stderr
     assert "Run `pip install -e .` in the checkout" in done.stderr
+
+
+def test_the_newest_versions_are_asked_for_without_bounds() -> None:
+    """`make test-next` would otherwise get the versions that `make test` has."""
+    asked = runpy.run_path(str(ROOT / "scripts" / "newest.py"))["requirements"]()
+    assert {"torch", "transformers", "pytest", "numpy"} <= set(asked)
+    assert not [line for line in asked if line.startswith(("torch<", "torch>", "transformers<", "transformers>"))]

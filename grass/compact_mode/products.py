@@ -8,6 +8,7 @@ from torch import Tensor
 from grass import kernels
 from grass.kernels.dispatch import runs_triton
 from grass.kernels.layout import select_columns
+from grass.private_names import has_onednn_linear, onednn_linear
 
 ONEDNN_FROM = 4_000_000
 """Multiplications from which oneDNN is faster than the default BLAS; below it, its set-up costs more."""
@@ -40,8 +41,7 @@ def inner_product(a: Tensor, b: Tensor) -> Tensor:
     if _onednn_pays(a, b):
         if a.shape[1] > b.shape[1]:
             return inner_product(b, a).t().contiguous()
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(a.t(), b.t(), None, "none", [], "")
-        return product
+        return onednn_linear(a.t(), b.t())
     return a.t() @ b
 
 
@@ -55,5 +55,5 @@ def _onednn_pays(a: Tensor, b: Tensor) -> bool:
         and not torch.is_grad_enabled()  # with create_graph=True, products are differentiated again
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.mkldnn.enabled
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and has_onednn_linear()
     )

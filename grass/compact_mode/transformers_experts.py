@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.experts import expert_product
+from grass.private_names import apply_gate, experts_implementation, set_experts_implementation
 
 IMPLEMENTATION = "grass"
 
@@ -24,9 +25,10 @@ def use_active_rows(module: nn.Module) -> None:
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
     earlier: Any = module.config
-    if earlier._experts_implementation != IMPLEMENTATION:
+    if experts_implementation(earlier) != IMPLEMENTATION:
         config = copy.copy(earlier)  # the model's own stays, which other models may have been made from
-        config._grass_earlier, config._experts_implementation = earlier, IMPLEMENTATION
+        config._grass_earlier = earlier
+        set_experts_implementation(config, IMPLEMENTATION)
         module.config = config
 
 
@@ -58,7 +60,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     x = hidden_states[order // count].masked_fill(elsewhere, 0.0)
     name = "gate_up_proj" if self.has_gate else "up_proj"
     x = _linear(self, name, x, experts, ends)
-    x = self._apply_gate(x) if self.has_gate else self.act_fn(x)
+    x = apply_gate(self, x) if self.has_gate else self.act_fn(x)
     x = _linear(self, "down_proj", x, experts, ends)
     if self.has_post_expert_norm:
         x = self.post_expert_norm(x)

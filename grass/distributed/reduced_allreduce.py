@@ -22,11 +22,12 @@ sees the same norm on every rank, an unbiased estimate of the whole gradient's.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch documents it and does not export it
 
 from grass.compact_mode.refresh_cycle import rademacher
 from grass.optimizer import GrassAdamW
@@ -37,11 +38,6 @@ from grass.selection.projector import Projector
 from grass.selection.rules import needs_norms
 from grass.state.moments import moment_dtype
 from grass.state.refresh import choose, current_projector, is_informative, refresh_due
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
-else:
-    from torch.distributed import GradBucket
 
 
 class ReducedAllreduceState:

@@ -8,10 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from grass.private_names import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    attends_by_interface,
+    set_attention,
+    storage_key,
+    tree_leaves,
+)
 
 BLOCKS = 2
 """Blocks that are traced: what the last one adds every other one adds too."""
@@ -169,10 +175,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def ignore(self, tensor: Tensor) -> None:
         """Never count a tensor that was there before."""
-        self._known.add(tensor.untyped_storage()._cdata)
+        self._known.add(storage_key(tensor.untyped_storage()))
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_key(storage), storage.nbytes()
         if key not in self._known:
             self._known.add(key)
             self.now += size
@@ -225,9 +231,9 @@ def with_causal_attention(config: Any) -> Any:
 
     config = copy.deepcopy(config)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if kind._supports_sdpa and kind._supports_attention_backend:
+    if attends_by_interface(kind):
         AttentionInterface.register("causal_sdpa", _causal_attention)
-        config._attn_implementation = "causal_sdpa"
+        set_attention(config, "causal_sdpa")
     return config
 
 

@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.synced_rows import copy_parameters_last
 from grass.parallel.shards import is_sharded
+from grass.private_names import has_compiled_call, is_compiled, prefetches
 
 Parameters = dict[Tensor, None]
 """A set in order."""
@@ -107,7 +108,7 @@ class ForwardHooks:
 
     def _found(self, module: nn.Module) -> None:
         """Guard the parameters of the outermost module of a forward, if it holds any."""
-        compiled = any(map(_is_compiled, module.modules()))
+        compiled = any(map(is_compiled, module.modules()))
         held = self._held(module, with_rows=compiled)
         if not held or self._search is None:
             return
@@ -129,7 +130,7 @@ class ForwardHooks:
             {p: None for p in _read_within(block) if p in held and owners[p] == 1 and p not in late} for block in blocks
         ]
         self._sets = [held, *inside]
-        if getattr(module, "_compiled_call_impl", None) is None:
+        if not has_compiled_call(module):
             blocked = {p: None for own in inside for p in own}
             order = [*(p for p in held if p not in blocked), *blocked]
             self._order.update((p, i) for i, p in enumerate(order))
@@ -284,9 +285,4 @@ def _read_within(block: nn.Module) -> Iterator[nn.Parameter]:
 
 def _prefetches(module: nn.Module) -> bool:
     """Whether FSDP2 was told to read the shards of modules before they are called."""
-    every: Any = [part for part in module.modules() if hasattr(part, "_get_fsdp_state")]
-    return any(part._get_fsdp_state()._states_to_forward_prefetch for part in every)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+    return any(prefetches(part) for part in module.modules())

@@ -17,6 +17,7 @@ import torch
 from grass.parallel.ddp import Joining
 from grass.parallel.host_meshes import HostMeshes
 from grass.parallel.ranks import Ranks
+from grass.private_names import device_types_of
 
 Settings = Mapping[str, Any]
 """Plain values by the names that errors give them."""
@@ -56,7 +57,7 @@ class Agreement:
 
     def _on_host(self, ranks: Ranks) -> Ranks:
         """The same ranks, with a group that takes tensors in host memory."""
-        takes_them = torch.device("cpu") in ranks.group._device_types  # type: ignore[union-attr]
+        takes_them = torch.device("cpu") in device_types_of(ranks.group)
         return ranks if takes_them else self._meshes.ranks(ranks)
 
 

@@ -10,12 +10,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from grass.private_names import is_joining, parameters_of_ddp
+
 
 def wrappers_of(parameters: Iterable[Tensor]) -> list[Any]:
     """All DDP wrappers alive that reduce gradients of these parameters; looks at every object of the process."""
     ours = {id(p) for p in parameters}
     every: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
-    return [ddp for ddp in every if any(id(p) in ours for p in ddp._module_parameters)]
+    return [ddp for ddp in every if any(id(p) in ours for p in parameters_of_ddp(ddp))]
 
 
 class Joining:
@@ -28,7 +30,7 @@ class Joining:
         """Raise ``RuntimeError`` if one of them is in ``join()``."""
         for reference in self._wrappers:
             ddp = reference()
-            if ddp is not None and ddp._join_config.enable:
+            if ddp is not None and is_joining(ddp):
                 raise RuntimeError(
                     "Grass cannot train inside DDP.join(): a rank whose batches have ended leaves out "
                     "optimizer.step(), in which the ranks communicate. Give every rank the same number of batches, "

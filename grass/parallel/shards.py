@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from grass import kernels
+from grass.private_names import is_parallelized, is_traceable_wrapper_subclass
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -68,7 +68,7 @@ def check_shards(tensor: Tensor, selected: int, name: str) -> None:
 
 def is_tensor_parallel(module: Any) -> bool:
     """Whether ``parallelize_module`` has sharded the weight of a layer."""
-    return is_sharded(getattr(module, "weight", None)) and getattr(module, "_distribute_module_applied", False)
+    return is_sharded(getattr(module, "weight", None)) and is_parallelized(module)
 
 
 def row_norms(grad: Tensor, dim: int) -> Tensor:

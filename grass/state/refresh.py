@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from grass.options import Options
+from grass.private_names import FakeTensor
 from grass.selection.draws import selection_generator
 from grass.selection.projector import Projector
 from grass.selection.rules import Selection, select_rows

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from grass.kernels import compact_adamw_
 from grass.kernels.layout import is_dense
 from grass.options import as_matrix
 from grass.parallel.shards import local
+from grass.private_names import devices_of_fused_kernels
 from grass.state.master import begin_master, follow_, is_half, keeps_master
 from grass.stepping.group import GroupStep, Member
 
@@ -115,7 +115,7 @@ def begin_plain(group: dict[str, Any], member: Member) -> None:
 
 
 def _has_fused_adamw(p: Tensor) -> bool:
-    return p.device.type in _get_fused_kernels_supported_devices()
+    return p.device.type in devices_of_fused_kernels()
 
 
 def _takes_fused(p: Tensor, *others: Tensor) -> bool:

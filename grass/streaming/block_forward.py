@@ -10,9 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from grass.private_names import (
+    NO_BACKWARD,
+    checkpoints_with_cache,
+    is_in_ddp_forward,
+    running_backward,
+    tree_flatten,
+    tree_unflatten,
+)
 from grass.streaming.activations import HostActivation, HostActivations
 from grass.streaming.gradients import HostGradients
 from grass.streaming.host_block import HostBlock, Place
@@ -108,7 +115,7 @@ class BlockForward:
         With gradients only the inputs are kept, and backward computes the forward again.
         """
         module: Any = self._unit.module
-        if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        if is_in_ddp_forward():
             raise RuntimeError("A streamed model computes on one device: use FSDP2's CPUOffloadPolicy instead of DDP")
         if not torch.is_grad_enabled():
             return self._compute(own, args, kwargs)
@@ -116,7 +123,7 @@ class BlockForward:
             if self._activations is not None and not _in_backward():
                 raise ValueError("offload_activations=True needs gradient_checkpointing_disable(): it is done here")
             return self._compute(own, args, kwargs)
-        if not getattr(module, "_can_checkpoint_with_cache", False):
+        if not checkpoints_with_cache(module):
             args = [_without_cache(value) for value in args]
             kwargs = {key: _without_cache(value) for key, value in kwargs.items()}
         anchor = torch.empty(0, device=self._prefetcher.device)  # by it checkpoint knows whose random state to keep
@@ -149,14 +156,14 @@ class BlockForward:
         if (activations := self._activations) is None:
             return lambda anchor: self._compute(own, args, kwargs)
         given: Any = args, kwargs
-        values, tree = pytree.tree_flatten(given)
+        values, tree = tree_flatten(given)
         kept = [activations.keep(v) if isinstance(v, Tensor) and v.requires_grad else v for v in values]
 
         def compute(anchor: Tensor) -> Any:
             nonlocal given
             inputs, given = given, None
             if inputs is None:
-                inputs = pytree.tree_unflatten([v.get() if isinstance(v, HostActivation) else v for v in kept], tree)
+                inputs = tree_unflatten([v.get() if isinstance(v, HostActivation) else v for v in kept], tree)
             return self._compute(own, *inputs)
 
         return compute
@@ -245,4 +252,4 @@ def _shape_of(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _in_backward() -> bool:
     """Whether autograd runs in this thread, so that a forward is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return running_backward() != NO_BACKWARD

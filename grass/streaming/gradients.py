@@ -15,6 +15,7 @@ from grass.machine.link import Link
 from grass.offload.executor import Executor
 from grass.offload.host_storage import host_like
 from grass.offload.tasks import Task
+from grass.private_names import at_end_of_backward, check_accumulates, gradient_hooks, running_backward
 
 
 class HostGradients:
@@ -49,13 +50,12 @@ class HostGradients:
 
     def send(self, parameter: Tensor, grad: Tensor) -> None:
         """Queue the copy of a gradient. Called in backward."""
-        backward = torch._C._current_graph_task_id()
+        backward = running_backward()
         if backward != self._backward:
             self._backward = backward
             last = partial(self.finish)
             weakref.finalize(last, self._settle).atexit = False  # autograd drops it also where backward fails
-            engine: Any = torch.autograd.Variable._execution_engine  # untyped in torch
-            engine.queue_callback(last)
+            at_end_of_backward(last)
         grad = _laid_out(grad.detach(), parameter)
         mark = self._link.mark()
 
@@ -117,11 +117,11 @@ def _laid_out(grad: Tensor, parameter: Tensor) -> Tensor:
 def _is_for_autograd(ctx: Any) -> bool:
     """Whether the parameter has hooks, or the gradient is for ``create_graph=True`` or ``torch.autograd.grad``."""
     parameter = ctx.parameter
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or torch.is_grad_enabled():
+    if gradient_hooks(parameter) or torch.is_grad_enabled():
         return True
     ((accumulate, _), *_) = ctx.next_functions
     try:
-        torch._C._will_engine_execute_node(accumulate)
+        check_accumulates(accumulate)
     except RuntimeError:  # torch raises it for leaves that torch.autograd.grad was asked for
         return True
     return False

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grass.device import current_stream, has_streams, on
+from grass.private_names import tree_flatten, tree_unflatten
 
 Loss = Callable[[Any], Tensor]
 
@@ -146,12 +147,12 @@ class _Surroundings:
 
 def _first_passes_on(outputs: Any, micro_batches: MicroBatches) -> Any:
     """The outputs, the first of which that has a gradient passes the turn on in backward."""
-    leaves, tree = torch.utils._pytree.tree_flatten(outputs)
+    leaves, tree = tree_flatten(outputs)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaves[i] = _PassOn.apply(leaf, micro_batches)  # type: ignore[no-untyped-call]
             break
-    return torch.utils._pytree.tree_unflatten(leaves, tree)
+    return tree_unflatten(leaves, tree)
 
 
 class _PassOn(torch.autograd.Function):

@@ -16,6 +16,7 @@ from grass.machine.link import Link
 from grass.offload.executor import Executor
 from grass.offload.host_storage import HostStorage
 from grass.offload.options import Offload
+from grass.private_names import has_compiled_call, keeps_identity
 from grass.streaming.activations import HostActivations
 from grass.streaming.block_forward import BlockForward, StreamedBlock, plain_class, streamed_class
 from grass.streaming.device_block import Counts
@@ -84,7 +85,7 @@ def stream(
     device, storage = _device(device), HostStorage(path)
     found = find_units(model, units)
     shared = _shared(model, list(found.values()))
-    if compiled := [name for name, unit in found.items() if unit._compiled_call_impl is not None]:
+    if compiled := [name for name, unit in found.items() if has_compiled_call(unit)]:
         raise ValueError(f"{compiled[0]!r} is compiled: call its compile() after grass.stream()")
     hosts = [HostBlock(name, module, shared) for name, module in found.items()]
     link = Link(device, bytes_per_second=bytes_per_second)
@@ -254,7 +255,7 @@ def _move_others(model: nn.Module, units: list[HostBlock], device: torch.device)
     def move(tensor: Tensor) -> Tensor:
         return tensor if id(tensor) in staying else tensor.to(device)
 
-    if not torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device)):
+    if not keeps_identity(torch.empty(0), torch.empty(0, device=device)):
         for p in model.parameters():  # _apply would make new ones, and the optimizer would step the old ones
             if id(p) not in staying:
                 moved = nn.Parameter(p.detach().to(device), p.requires_grad)

@@ -26,6 +26,7 @@ from grass.distributed.parallel_2d.mesh import (
     arrived,
 )
 from grass.distributed.parallel_2d.summa import input_gradient, product, weight_gradient, weight_panel
+from grass.private_names import assert_async
 
 
 class Linear2D(nn.Linear):
@@ -92,7 +93,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, table: Tensor, grid: Grid, padding: int | None) -> Tensor:
         """Look up; rows of ``padding`` get no gradient."""
         inside = (ids >= 0) & (ids < table.shape[0] * grid.rows)
-        torch._assert_async(inside.all(), "Token ids must be from 0 to the vocabulary size - 1")
+        assert_async(inside.all(), "Token ids must be from 0 to the vocabulary size - 1")
         ids = arrived(grid.gather_column(ids))
         every = ids - grid.row * table.shape[0]
         here = (every >= 0) & (every < table.shape[0])

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from grass.distributed.parallel_2d.layers import Linear2D, autocast_to, local_part, vector
 from grass.distributed.parallel_2d.mesh import WEIGHT, Gathered, Grid, TotalSum, arrived
 from grass.labels import IGNORED
+from grass.private_names import assert_async
 
 
 def cross_entropy(
@@ -74,7 +75,7 @@ def _losses(grid: Grid, logits: Tensor, targets: Tensor) -> Tensor:
     largest = arrived(grid.max_row(logits.detach().amax(dim=1)))
     exponentials: Tensor = (logits - largest.unsqueeze(1)).exp().sum(dim=1)
     inside = (targets == IGNORED) | ((targets >= 0) & (targets < logits.shape[1] * grid.columns))
-    torch._assert_async(inside.all(), f"Labels must be token ids or {IGNORED}")
+    assert_async(inside.all(), f"Labels must be token ids or {IGNORED}")
     first = targets - grid.column * logits.shape[1]
     here = (first >= 0) & (first < logits.shape[1])
     of_target = logits.gather(1, first.where(here, 0).unsqueeze(1)).squeeze(1).where(here, 0.0)
