@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
+from torch.distributed import is_available
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
@@ -222,6 +223,22 @@ def prefetches(module: nn.Module) -> bool:
     """
     get_state: Any = getattr(module, "_get_fsdp_state", None)
     return get_state is not None and bool(get_state()._states_to_forward_prefetch)
+
+
+def gathered_by_fsdp() -> dict[int, Tensor]:
+    """The whole parameters that modules of FSDP2 have computed with, by the ``id`` of the shard.
+
+    For: counting a step as a change of the whole too. Without it: backward through an earlier graph would
+    use stepped weights without an error.
+    """
+    if not is_available():
+        return {}
+    from torch.distributed._composable_state import _module_state_mapping
+
+    states: list[Any] = [reference() for reference in list(_module_state_mapping.values())]
+    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    every = [parameter for group in groups for parameter in group.fsdp_params]
+    return {id(p.sharded_param): p._unsharded_param for p in every if hasattr(p, "_unsharded_param")}
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -373,6 +373,16 @@ def test_sharded_modules(one_process):
     assert not private_names.prefetches(nn.Linear(2, 2))
 
 
+def test_gathered_by_fsdp(one_process):
+    model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    assert id(model.weight) not in private_names.gathered_by_fsdp()
+    shard, values = model.weight, model.weight.full_tensor()
+    model(torch.ones(1, 2))
+    whole = private_names.gathered_by_fsdp()[id(shard)]
+    model.unshard()
+    assert torch.equal(whole, values)
+
+
 def test_compiled_modules():
     plain, called, wrapped = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     called.compile()

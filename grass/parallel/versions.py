@@ -7,14 +7,13 @@ from after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed import is_available
 
 from grass.parallel.shards import is_sharded, local
+from grass.private_names import gathered_by_fsdp
 
 
 def count_writes(tensors: Iterable[Tensor]) -> None:
@@ -22,19 +21,6 @@ def count_writes(tensors: Iterable[Tensor]) -> None:
     written = list(tensors)
     if sharded := [t for t in written if is_sharded(t)]:
         written += [local(t.detach()) for t in sharded]
-        written += _wholes({id(t) for t in sharded})
+        whole = gathered_by_fsdp()
+        written += [whole[id(t)] for t in sharded if id(t) in whole]
     increment_version(written)
-
-
-def _wholes(sharded: set[int]) -> Iterator[Tensor]:
-    """What modules under FSDP2 compute with in place of these parameters, as far as they have computed."""
-    if not is_available():
-        return
-    from torch.distributed._composable_state import _module_state_mapping
-
-    states: list[Any] = [reference() for reference in list(_module_state_mapping.values())]
-    for state in states:
-        for group in getattr(state, "_fsdp_param_groups", ()):
-            for parameter in group.fsdp_params:
-                if id(parameter.sharded_param) in sharded and hasattr(parameter, "_unsharded_param"):
-                    yield parameter._unsharded_param
