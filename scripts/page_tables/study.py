@@ -117,9 +117,11 @@ def study(name: str) -> str:
 
 
 def own_options(settings: str) -> list[str]:
-    """Settings as words; of AdamW with two rates the rates only, as the others make Grass at full rank AdamW."""
+    """Settings as words; of AdamW with two rates rates and decay only, as the others make Grass at full rank AdamW."""
     words = settings.split()
-    return [word for word in words if word.startswith(("lr", "scale"))] if "rank=1.0" in words else words
+    return (
+        [word for word in words if word.startswith(("lr", "scale", "weight_decay"))] if "rank=1.0" in words else words
+    )
 
 
 def code(settings: set[str] | list[str]) -> str:
