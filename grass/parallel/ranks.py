@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def checksum(rows: Tensor) -> int:
@@ -111,3 +113,25 @@ class Ranks:
                     f"The ranks differ in {name}: {found}. If they do not train one model together, set "
                     "optimizer.process_group to the ranks that do"
                 )
+
+    def of_each(self, make: Callable[[], T]) -> list[T]:
+        """What ``make`` returns on each rank, by rank. Every rank has to call this.
+
+        Raises:
+            ValueError: on every rank, naming each rank whose ``make`` has raised a ``ValueError`` or ``TypeError``.
+            RuntimeError: likewise, for any other error.
+        """
+        if self.group is None:
+            return [make()]
+        own: tuple[T | None, str | None, bool]
+        try:
+            own = make(), None, False
+        except Exception as error:
+            own = None, f"{type(error).__name__}: {error}", isinstance(error, (ValueError, TypeError))
+        every: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(every, own, group=self.group)
+        failed = [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(every) if error is not None]
+        if failed:
+            invalid = all(is_invalid for _, error, is_invalid in every if error is not None)
+            raise (ValueError if invalid else RuntimeError)("; ".join(failed))
+        return [value for value, _, _ in every]

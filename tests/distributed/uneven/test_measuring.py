@@ -1,0 +1,203 @@
+"""Measured times make the division: the same on all ranks; memory that ends, errors, files, and times that change."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from grass.distributed import deal
+from grass.distributed.uneven import drift, measuring
+from grass.distributed.uneven.drift import Stopwatch
+from grass.distributed.uneven.measuring import Search
+from tests.distributed.uneven.training import llama, samples
+from tests.distributed.world import HANG, attempt_world, run_world
+
+
+class Clock:
+    """Time that passes only where work says so."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def patched(module: Any) -> Clock:
+    module.time = Clock()
+    return module.time
+
+
+def limits(rank: int, most: list[int], errors: list[str]) -> list[Any]:
+    """Work that takes ``1 + m`` seconds on rank 0 and thrice that on rank 1, and has memory for so many samples."""
+    clock = patched(measuring)
+    clock.now = 1.0
+    tried = []
+
+    def work(size: int) -> None:
+        tried.append(size)
+        torch.rand(3)
+        if size > most[rank]:
+            raise {"cuda": torch.OutOfMemoryError, "host": MemoryError, "torch": RuntimeError}[errors[rank]](
+                "DefaultCPUAllocator: not enough memory: you tried to allocate 7 bytes"
+            )
+        clock.now += (1 + 2 * rank) * (1 + size)
+
+    before = torch.get_rng_state()
+    made = deal(work, 16, device="cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    return [
+        made.division.sizes,
+        made.division.micro_batches,
+        made.profiles[rank].largest,
+        sorted(set(tried)),
+        repr(made),
+    ]
+
+
+@pytest.mark.parametrize("errors", [["cuda", "cuda"], ["host", "torch"]])
+def test_memory_that_ends_is_the_largest_size(errors: list[str]) -> None:
+    """The first rank has memory for all, the other one for five samples: six, seven and eight were tried."""
+    first, second = run_world(limits, 2, [100, 5], errors)
+    assert first[:2] == second[:2] == [(13, 3), 1]
+    assert (first[2], second[2]) == (15, 5)
+    assert first[3] == [1, 2, 4, 8, 15]
+    assert second[3] == [1, 2, 4, 5, 6, 8]
+    assert first[4] == second[4] == "16 samples: 1 micro-batches of 13, 3; predicted seconds 14, 12"
+
+
+def test_memory_makes_more_micro_batches() -> None:
+    assert run_world(limits, 2, [5, 3], ["cuda", "cuda"])[0][:3] == [(5, 3), 2, 5]
+
+
+def test_nothing_fits() -> None:
+    for outcome in attempt_world(limits, 2, [4, 0], ["cuda", "cuda"]):
+        assert "ValueError: Not one sample fits on rank 1 (largest micro-batches: [4, 0])" in outcome.error
+
+
+def wrong(rank: int, case: str, path: Path) -> None:
+    def work(size: int) -> None:
+        if case == "error" and rank == 1:
+            raise KeyError("no such column")
+        if case == "dies" and rank == 1:
+            os._exit(1)
+
+    if case == "batch":
+        deal(work, [16, 15][rank])
+    elif case == "sizes":
+        deal([[11, 5], [10, 6]][rank], 16)
+    elif case == "one wrong":
+        deal([[11, 5], [11, -5]][rank], 16)
+    elif case == "hardware":
+        file = path / f"{rank}.json"
+        machine = "AMD EPYC 9654, 16 threads, NVIDIA H100" if rank == 1 else ""
+        file.write_text(json.dumps({"machine": machine, "seconds": {"1": 1.0}, "largest": 4}))
+        deal(work, 16, profile=file, device="cpu")
+    else:
+        deal(work, 1 if case == "small" else 16, largest=0 if case == "largest" else None)
+
+
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        ("error", "RuntimeError: rank 1: KeyError: 'no such column'"),
+        ("batch", "ValueError: The ranks differ in batch and replan_every: (16, 0) on rank 0; (15, 0) on rank 1"),
+        ("sizes", "ValueError: The ranks differ in sizes: 16 samples: 1 micro-batches of 11, 5 on rank 0; 16 samples"),
+        ("one wrong", "ValueError: rank 1: ValueError: Invalid sizes=[11, -5]"),
+        ("hardware", "1.json holds times of 'AMD EPYC 9654, 16 threads, NVIDIA H100', this is"),
+        ("small", "Invalid batch=1: must be at least the number of ranks, 2"),
+        ("largest", "Invalid largest=0: must be >= 1"),
+    ],
+)
+def test_errors_on_every_rank(case: str, error: str, tmp_path: Path) -> None:
+    for outcome in attempt_world(wrong, 2, case, tmp_path):
+        assert outcome.error not in (None, HANG)
+        assert error in outcome.error
+
+
+def test_a_rank_that_dies() -> None:
+    first, second = attempt_world(wrong, 2, "dies", Path())
+    assert second.error == "died"
+    assert first.error not in (None, HANG)
+
+
+def from_files(rank: int, path: Path) -> list[Any]:
+    calls = []
+    made = [deal(calls.append, 8, profile=path / f"{rank}.json", device="cpu") for _ in range(2)]
+    first = len(calls)
+    if rank == 1:
+        (path / "1.json").unlink()
+    deal(calls.append, 8, profile=path / f"{rank}.json", device="cpu")
+    return [made[0].profiles == made[1].profiles, first, len(calls)]
+
+
+def test_profiles_are_stored_and_read(tmp_path: Path) -> None:
+    """Where one rank has no file, all measure again."""
+    for same, first, both in run_world(from_files, 2, tmp_path):
+        assert same
+        assert first * 2 == both == 2 * 4 * (1 + measuring.REPEATS)
+
+
+def test_search_without_room() -> None:
+    search = Search(8)
+    search.note(1, None)
+    assert search.next() is None
+    assert search.largest == 0
+
+
+def changing(rank: int) -> list[Any]:
+    """Rank 1 becomes three times as slow in step 4; a look after every second step."""
+    drift.STEPS = 2
+    measuring.time = drift.time = clock = Clock()
+    Stopwatch.__init__.__globals__["STEPS"] = 2
+    slower, lines = [1.0], []
+    logging.getLogger("grass").addHandler(logging.StreamHandler(_Lines(lines)))
+    logging.getLogger("grass").setLevel(logging.INFO)
+
+    def work(size: int) -> None:
+        clock.now += size * (slower[0] if rank == 1 else 1.0)
+
+    clock.now = 1.0
+    made = deal(work, 8, replan_every=2, device="cpu")
+    data, model = samples(32), llama()
+    loader = DataLoader(data, batch_sampler=made.batches(len(data), shuffle=False), num_workers=1)
+    sizes, taken = [], []
+    for epoch in range(2):
+        for step, rounds in enumerate(made.rounds(loader), 4 * epoch):
+            slower[0] = 3.0 if step >= 3 else 1.0
+            for k, batch in enumerate(rounds):
+                with made.synced(model, k):
+                    work(len(batch["labels"]))
+            sizes.append(made.division.sizes)
+            taken += [batch["input_ids"] for batch in rounds]
+    return [sizes, [line for line in lines if "changed" in line], torch.cat(taken)]
+
+
+class _Lines:
+    def __init__(self, lines: list[str]) -> None:
+        self.lines = lines
+
+    def write(self, text: str) -> None:
+        self.lines.append(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def test_another_division_when_times_change() -> None:
+    """The look after step 6 sees both slow steps; the samples stay those of the steps."""
+    first, second = run_world(changing, 2)
+    assert first[0] == second[0]
+    assert first[0][:4] == [(4, 4)] * 4
+    assert first[0][-1] == (6, 2)
+    assert "micro-batches of 6, 2" in first[1][0]
+    assert "before: 8 samples: 1 micro-batches of 4, 4" in first[1][0]
+    both = torch.cat([first[2], second[2]])
+    every = torch.stack([sample["input_ids"] for sample in samples(32)])
+    assert sorted(both.tolist()) == sorted(2 * every.tolist())
