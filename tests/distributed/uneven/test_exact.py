@@ -30,8 +30,9 @@ def by_ddp(rank: int, mode: str, selection: str, sizes: tuple[int, ...], options
     return dict(model.state_dict()), losses
 
 
-THIRDS = {"rtol": 0.0, "atol": 1e-6}
-"""Of three ranks: LLaMA's norms compute in float32, where a gradient divided by 3, unlike by 2 or 4, is rounded."""
+THIRDS = {"rtol": 0.0, "atol": 1e-5}
+"""Of three ranks: LLaMA's norms compute in float32, where a gradient divided by 3, unlike by 2 or 4, is
+rounded; Adam magnifies that where gradients are tiny. A step is up to 6e-3."""
 
 
 def assert_trained_as_one(every: list[Trained], expected: Trained, **tolerance: float) -> None:
@@ -42,7 +43,11 @@ def assert_trained_as_one(every: list[Trained], expected: Trained, **tolerance: 
 
 @pytest.mark.parametrize(
     ("mode", "selection"),
-    [("compact", "multinomial_norm"), ("adamw", "uniform"), ("dense", "uniform")],
+    [
+        ("compact", "multinomial_norm"),
+        pytest.param("adamw", "uniform", marks=pytest.mark.slow),
+        pytest.param("dense", "uniform", marks=pytest.mark.slow),
+    ],
 )
 def test_ddp(mode: str, selection: str) -> None:
     """In dense mode without clipping: of what does not travel, the norm is not known."""
@@ -58,6 +63,7 @@ def test_other_sizes(sizes: tuple[int, ...]) -> None:
     assert_trained_as_one(every, one_process("compact"), **(THIRDS if len(sizes) == 3 else {}))
 
 
+@pytest.mark.slow
 def test_the_rest_of_an_epoch_leaves_a_rank_idle() -> None:
     """40 samples are 13 batches of 3 and one sample, which is rank 0's or rank 1's."""
     options = {"drop_last": False, "start": 11, "steps": 15}
@@ -102,6 +108,7 @@ def one_streams(rank: int, selection: str) -> Trained:
     return dict(model.state_dict()), losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", ["multinomial_norm", "uniform"])
 def test_a_streamed_rank_beside_a_resident_one(selection: str) -> None:
     assert_trained_as_one(run_world(one_streams, 2, selection), one_process("compact", selection))

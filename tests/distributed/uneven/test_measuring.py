@@ -61,7 +61,7 @@ def limits(rank: int, most: list[int], errors: list[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("errors", [["cuda", "cuda"], ["host", "torch"]])
+@pytest.mark.parametrize("errors", [["cuda", "cuda"], pytest.param(["host", "torch"], marks=pytest.mark.slow)], ids=str)
 def test_memory_that_ends_is_the_largest_size(errors: list[str]) -> None:
     """The first rank has memory for all, the other one for five samples: six, seven and eight were tried."""
     first, second = run_world(limits, 2, [100, 5], errors)
@@ -72,10 +72,12 @@ def test_memory_that_ends_is_the_largest_size(errors: list[str]) -> None:
     assert first[4] == second[4] == "16 samples: 1 micro-batches of 13, 3; predicted seconds 14, 12"
 
 
+@pytest.mark.slow
 def test_memory_makes_more_micro_batches() -> None:
     assert run_world(limits, 2, [5, 3], ["cuda", "cuda"])[0][:3] == [(5, 3), 2, 5]
 
 
+@pytest.mark.slow
 def test_nothing_fits() -> None:
     for outcome in attempt_world(limits, 2, [4, 0], ["cuda", "cuda"]):
         assert "ValueError: Not one sample fits on rank 1 (largest micro-batches: [4, 0])" in outcome.error
@@ -121,6 +123,7 @@ def test_errors_on_every_rank(case: str, error: str, tmp_path: Path) -> None:
         assert error in outcome.error
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies() -> None:
     first, second = attempt_world(wrong, 2, "dies", Path())
     assert second.error == "died"
@@ -166,7 +169,7 @@ def changing(rank: int) -> list[Any]:
     clock.now = 1.0
     made = deal(work, 8, replan_every=2, device="cpu")
     data, model = samples(32), llama()
-    loader = DataLoader(data, batch_sampler=made.batches(len(data), shuffle=False), num_workers=1)
+    loader = DataLoader(data, batch_sampler=made.batches(len(data), shuffle=False))
     sizes, taken = [], []
     for epoch in range(2):
         for step, rounds in enumerate(made.rounds(loader), 4 * epoch):
