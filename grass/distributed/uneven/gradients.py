@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from grass.batches import batches
 from grass.device import accelerator
 from grass.parallel.ranks import Ranks
+from grass.private_names import device_types_of
 
 BUCKET = 25 << 20
 """Bytes of one all-reduce at most, unless a single gradient has more."""
@@ -67,5 +68,5 @@ def gradient_of(p: Tensor) -> Tensor:
 
 def communicating(ranks: Ranks) -> torch.device:
     """Where tensors are that the ranks exchange."""
-    takes_host = ranks.group is None or torch.device("cpu") in ranks.group._device_types
+    takes_host = ranks.group is None or torch.device("cpu") in device_types_of(ranks.group)
     return torch.device("cpu") if takes_host else accelerator()
