@@ -237,15 +237,15 @@ class GrassAdamW(Optimizer):
         if not isinstance(group["params"], (Tensor, set)):  # torch refuses sets, which have no order
             group["params"] = list(group["params"])
         found = layers_of(tensors_of(group["params"]))
-        if any(is_tensor_parallel(layer) and not layer.tensor_parallel for layer in found):
+        if any(is_tensor_parallel(layer) and layer.divided_by is None for layer in found):
             raise TypeError(TENSOR_PARALLEL)
         validate_group({**self.defaults, **group}, by_active_rows(found))
         if any(is_projected(p, {**self.defaults, **group}) for p in tensors_of(group["params"])) and not found:
             report_rank({**self.defaults, **group}["rank"])
         if "rank" not in group:
             report_default_rank(self.defaults, group["params"])
-        if self.offload is not None and any(layer.strata > 1 or layer.tensor_parallel for layer in found):
-            raise ValueError("offload does not take layers that tensor parallelism or a grid of ranks divides")
+        if self.offload is not None and (by := next((layer.divided_by for layer in found if layer.divided_by), None)):
+            raise ValueError(f"offload does not take layers that {by} divides")
         self._append(group)
         added = self.param_groups[-1]
         for layer in found:

@@ -72,6 +72,10 @@ class ActiveRows(nn.Module):
         """The values of ``active``, detached; this rank's part if they are sharded."""
         return local(self.active).detach()
 
+    def first_row(self) -> Tensor:
+        """The values of the first active row."""
+        return self.rows().narrow(self.dim, 0, 1)
+
     def selected_part(self, rows: Tensor) -> Tensor:
         """The entries of the selected rows in a tensor shaped like ``active``; a view."""
         return rows if rows.shape[self.dim] == self.rank else rows.narrow(self.dim, 0, self.rank)
@@ -104,11 +108,6 @@ class ActiveRows(nn.Module):
     def place(self, position: int) -> int:
         """What stands for a parameter's place in random keys, so that strata draw different rows."""
         return position + (self.stratum << 24)
-
-    def freeze(self) -> None:
-        """Let the weight take no gradient, which it does while :mod:`grass.compact_mode.reads` watches it."""
-        if (weight := self._parameters.get("weight")) is not None:
-            weight.requires_grad_(False)
 
     def as_parameter(self, rows: Tensor) -> nn.Parameter:
         """Values of active rows as the parameter that trains."""

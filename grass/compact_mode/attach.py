@@ -119,11 +119,8 @@ class Attachment:
                 f"{type(optimizer).__name__} holds no active rows of the model: call grass.compact() before building it"
             )
         _check_layers(optimizer, list(self.layers.values()))
-        if any(layer.strata > 1 or layer.tensor_parallel for layer in self.layers.values()):
-            raise ValueError(
-                "attach() does not take layers that tensor parallelism or a grid of ranks divides: train them with "
-                "GrassAdamW"
-            )
+        if by := next((layer.divided_by for layer in self.layers.values() if layer.divided_by), None):
+            raise ValueError(f"attach() does not take layers that {by} divides: train them with GrassAdamW")
         self.states: dict[str, State] = {}
         for name, layer in self.layers.items():
             self.states[name] = adopt(layer, {}, lambda *selections: None)
@@ -189,7 +186,7 @@ class Attachment:
             state["step"] += 1
             if position in self._before and layer.active.grad is not None:
                 self._explore(layer, self._before.pop(position))
-            if not layer.deferred:
+            if not layer.synced.late:
                 layer.write_back(rounding_key(self.options, position, state["step"]))
         ranks.verify_selection(advance(every, self.options, ranks, self._carry_of))
 

@@ -18,6 +18,7 @@ from grass.compact_mode.layer import LAYERS, CompactLayer
 from grass.compact_mode.linear_classes import compact_class
 from grass.compact_mode.registry import watch_optimizers
 from grass.compact_mode.strata import of_stratum, strata_of
+from grass.compact_mode.synced_rows import SyncedRows
 from grass.compact_mode.unconvertible import unconvertible
 from grass.compact_mode.wrapped import check_not_sharded, check_not_wrapped
 from grass.coverage import report_rank
@@ -86,7 +87,7 @@ def compact(
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     _check_arguments(rank, explore, dim, dtype, weights)
     report_rank(rank)
-    check_not_streamed(model)
+    check_convertible(model)
     check_not_wrapped(model)
     experts = experts_to_convert(model, targets, exclude, dim, weights)
     layers = {
@@ -127,7 +128,7 @@ def compact(
 
 def expand(model: nn.Module) -> list[str]:
     """Undo :func:`compact`: converted layers become plain and trainable again. Returns their names."""
-    check_not_streamed(model)
+    check_convertible(model)
     names = []
     for name, layer in list(model.named_modules()):
         if isinstance(layer, CompactLayer):
@@ -302,7 +303,7 @@ def _convert(
     layer.first_draw = seed, layer.place(position)
     sizes = matrix.shape[dim], rank, explored
     layer.reach, layer.gradient_scale = (reach(*sizes), gradient_scale(*sizes)) if explored else (0.0, 1.0)
-    layer.sketch, layer.signs = None, None
+    layer.sketch, layer.signs, layer.synced = None, None, SyncedRows()
     layer.register_buffer(
         "chosen", torch.empty(rank + explored, dtype=torch.int64, device=matrix.device), persistent=False
     )
@@ -314,10 +315,11 @@ def _convert(
     LAYERS.add(layer)
 
 
-def check_not_streamed(model: nn.Module) -> None:
-    """Raise ``RuntimeError`` if units of the model visit a device (:mod:`grass.streaming`)."""
-    if any("_block_forward" in vars(module) for module in model.modules()):
-        raise RuntimeError("The model is streamed: call grass.compact() and grass.expand() before or after close()")
+def check_convertible(model: nn.Module) -> None:
+    """Raise ``RuntimeError`` if the class of a module says, as ``not_convertible``, why its layers must stay."""
+    for module in model.modules():
+        if (reason := getattr(type(module), "not_convertible", None)) is not None:
+            raise RuntimeError(reason)
 
 
 CONVERSION_ATTRIBUTES = (
@@ -332,13 +334,8 @@ CONVERSION_ATTRIBUTES = (
     "reach",
     "gradient_scale",
     "owner",
-    "_synced",
-    "_sharded",
-    "_probes",
-    "_empty",
-    "_first",
-    "written",
-    "deferred",
-    "_pending",
+    "synced",
+    "listeners",
+    "held_sketch",
 )
 """Entries of a converted layer's ``__dict__`` that :func:`expand` removes, beside parameters and buffers."""

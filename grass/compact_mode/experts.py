@@ -161,18 +161,12 @@ class ExpertRows(CompactLayer):
         return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], dim=1)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self.settle()
-        self.sync()  # the module has put its weight into the dict, whose values are written now
+        self.before_saving()  # the module has put its weight into the dict, whose values are written now
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self.settle(loads=True)
+        self.before_loading()
         self.reload_changed()
         self.mark_synced()
-
-    def reload_changed(self) -> None:
-        """Copy the weight's rows into the active rows where they differ: these may be more precise."""
-        if not self.holds_active():
-            self.reload()
 
     def extra_repr(self) -> str:
         """Experts, rank of each, and dim."""

@@ -73,8 +73,8 @@ class Int8Weight(CompactLayer):
         Raises:
             RuntimeError: for these, as for averages of all parameters: codes have no average, because scales change.
         """
-        now = self._stamps()
-        if now is not None and self._synced is not None and now[0] != self._synced[0]:
+        now, agreed = self.stamps(), self.synced.agreed
+        if now is not None and agreed is not None and now[0] != agreed[0]:
             raise RuntimeError(
                 f"The 8-bit codes and the active rows of {self.label!r} were both changed from outside and do not "
                 "agree, as by an average of parameters: codes have none. Average by grass.AveragedModel"
@@ -86,13 +86,9 @@ class Int8Weight(CompactLayer):
         steps = self.weight_scale[self.chosen].unsqueeze(1 - self.dim)
         return bool(((self.gather(self.active_projector()) - self.active).abs() <= steps).all())
 
-    def _changed_unseen(self) -> bool:
+    def holds_first(self) -> bool:
         """Compares all rows, because codes do not hold exact values."""
-        if self._probes == 0:
-            return False
-        if self._probes > 0:
-            self._probes -= 1
-        return not self.holds_active()
+        return self.holds_active()
 
     def decay_(self, factor: float, key: int | None = None) -> None:
         """``W <- factor W``, exactly: only the scales change."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.int8 import Int8Weight
-from grass.compact_mode.saved_rows import SavedRows
+from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.weight_codes import decode_weight, encode_weight
 from grass.coverage import EXPERT_ROWS
 
@@ -42,13 +42,13 @@ class Int8ExpertRows(Int8Weight, ExpertRows):
         return self.as_stored(self.plain_matrix())
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        SavedRows._save_to_state_dict(self, destination, prefix, keep_vars)  # the module has no weight to save
+        CompactLayer._save_to_state_dict(self, destination, prefix, keep_vars)  # the module has no weight to save
         destination[f"{prefix}weight_codes"] = destination.pop(f"{prefix}weight")
 
     @torch.no_grad()
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Loads codes and scales, or quantises the weight of a plain model."""
-        self.settle(loads=True)
+        self.before_loading()
         *_, missing, _unexpected, _errors = args
         if f"{prefix}weight_codes" in state_dict:
             for name, own in (("weight_codes", self.weight), ("weight_scale", self.weight_scale)):

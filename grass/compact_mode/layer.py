@@ -20,8 +20,9 @@ A rule that chooses rows by norm needs a sketch of the gradient: ``g^T (x S)`` f
 ``x^T (g S)`` for ``dim=1`` with ``S (m, s)``. It arrives as the gradient of a leaf tensor beside the parameters. So it
 adds up over micro-batches as gradients do, also under checkpointing and ``torch.compile``.
 
-The parts of a layer: :mod:`~grass.compact_mode.active_rows`, :mod:`~grass.compact_mode.synced_rows` (weight and active
-rows agree), :mod:`~grass.compact_mode.saved_rows` and :mod:`~grass.compact_mode.linear_function` (backward).
+The parts of a layer: :mod:`~grass.compact_mode.active_rows` (where rows are in the weight),
+:mod:`~grass.compact_mode.synced_rows` (weight and active rows agree, and who hears of it) and
+:mod:`~grass.compact_mode.linear_function` (backward).
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grass.compact_mode.active_rows import ActiveRows
 from grass.compact_mode.columns import saved_columns
 from grass.compact_mode.linear_function import CompactLinearFunction
-from grass.compact_mode.saved_rows import SavedRows
+from grass.compact_mode.synced_rows import Listener, Stamps, SyncedRows, counted, same_values, stamps_of
 from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel, local
+from grass.selection.projector import Projector
 from grass.state.precision import shrink_
 from grass.state.schema import State
 
@@ -55,7 +58,7 @@ LAYERS = _Layers()
 """Every converted layer alive."""
 
 
-class CompactLayer(SavedRows):
+class CompactLayer(ActiveRows):
     """What converted layers share. :func:`grass.compact` makes them; do not construct one.
 
     Attributes:
@@ -71,50 +74,27 @@ class CompactLayer(SavedRows):
         norms: gradient norms that the rows were selected by, if any were computed.
         selections: how often rows were selected since the conversion.
         label: the layer's name in the model that was converted, for messages.
+        synced: makes weight and active rows agree.
+        listeners: hear of uses and changes of the values.
     """
 
     bias: Any
+    synced: SyncedRows
+    listeners: tuple[Listener, ...] = ()
     sketch: Tensor | None
     signs: Tensor | None
     owner: Any = None  # grass.compact_mode.owner.Owner: the optimizer that trains the active rows
     norms: Tensor | None = None
-    gathered: Tensor | None = None  # a sketch that has ended, for a step that is on its way
-    weights: str | None = None  # "int8" in grass.int8
-    tensor_parallel = False  # whether parallelize_module has divided it, before the conversion
+    weights: str | None = None  # "int8" where it is stored as codes
+    divided_by: str | None = None  # what divides the weight among ranks and was there before the conversion
     sums_sketch = False  # whether end_sketch() returns what all ranks have gathered
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Copied and unpickled layers register themselves, so that a copied optimizer finds them."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.freeze()
-        LAYERS.add(self)
-
-    def saved_state(self, state: State) -> State:
-        """The optimizer's state of a layer with strata, as that of the whole weight."""
-        raise NotImplementedError
-
-    def held_state(self, state: State) -> State:
-        """This rank's part of what :meth:`saved_state` has returned."""
-        raise NotImplementedError
-
-    def scale(self) -> Tensor | None:
-        """A factor for each of the weight's rows (``dim=1``: columns); ``None`` if the weight holds plain values."""
-        return None
-
-    def store(self, matrix: Tensor) -> None:
-        """Make ``matrix (m, n)`` the layer's values."""
-        self.set_matrix(matrix)
-
-    def unconvert(self) -> None:
-        """Write the values, active rows included, into a plain weight."""
-        self.sync()
-        self.write_back()
+    held_sketch: Tensor | None = None  # a sketch that has ended, for a step that is on its way
 
     def forward(self, x: Tensor) -> Tensor:
         """``x (..., n) -> (..., m)``; without gradients this is the plain layer's own forward."""
         if isinstance(x, torch.fx.Proxy):  # type: ignore[unreachable]
             raise TypeError("torch.fx cannot trace converted layers: call grass.expand(model) first")
-        if is_tensor_parallel(self) and not self.tensor_parallel:
+        if is_tensor_parallel(self) and self.divided_by is None:
             raise TypeError(TENSOR_PARALLEL)
         self.sync(probe=torch.is_grad_enabled())
         if self.scale() is None and not torch.is_grad_enabled():
@@ -142,10 +122,6 @@ class CompactLayer(SavedRows):
         y: Tensor = CompactLinearFunction.apply(x, columns, weight, scale, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
         return y
 
-    def decay_(self, factor: float, key: int | None = None) -> None:
-        """``W <- factor W``. With a ``key``, a half-precision weight is rounded stochastically."""
-        shrink_(self.stored(), factor, key)
-
     @torch.no_grad()
     def restore(self, indices: Tensor, explored: Tensor | None, values: Tensor | None = None) -> None:
         """Return to saved selected and explored rows, with saved values where the weight's precision cannot hold them.
@@ -162,6 +138,149 @@ class CompactLayer(SavedRows):
             self.selected_part(self.rows()).copy_(local(values))
         self.mark_synced()
 
+    def current(self, indices: Tensor) -> Tensor:
+        """Values of rows that a step has written, as the weight holds them or will hold them."""
+        if self.synced.late:
+            return self.rows().to(self.weight.dtype)
+        return self.take(self.stored(), Projector(indices, None, self.dim))
+
+    def decay_(self, factor: float, key: int | None = None) -> None:
+        """``W <- factor W``. With a ``key``, a half-precision weight is rounded stochastically."""
+        shrink_(self.stored(), factor, key)
+
+    def saved_state(self, state: State) -> State:
+        """The optimizer's state of a layer with strata, as that of the whole weight."""
+        raise NotImplementedError
+
+    def held_state(self, state: State) -> State:
+        """This rank's part of what :meth:`saved_state` has returned."""
+        raise NotImplementedError
+
+    def scale(self) -> Tensor | None:
+        """A factor for each of the weight's rows (``dim=1``: columns); ``None`` if the weight holds plain values."""
+        return None
+
+    def store(self, matrix: Tensor) -> None:
+        """Make ``matrix (m, n)`` the layer's values."""
+        self.set_matrix(matrix)
+
+    # weight and active rows agree
+
+    def sync(self, *, compare: bool = False, probe: bool = False) -> None:
+        """Make weight and active rows agree: :meth:`SyncedRows.sync`."""
+        self.synced.sync(self, compare=compare, probe=probe)
+
+    def follow(self, *, compare: bool = False, probe: bool = False) -> None:
+        """Take up what was changed from outside: :meth:`SyncedRows.follow`."""
+        self.synced.follow(self, compare=compare, probe=probe)
+
+    def mark_synced(self) -> None:
+        """Note that weight and active rows agree: :meth:`SyncedRows.mark`."""
+        self.synced.mark(self)
+
+    def finish_writing(self) -> None:
+        """Wait for values that are on their way, and write active rows into the weight if that is done late."""
+        self.arrive()
+        if self.synced.late:
+            self.sync()
+
+    def stamps(self) -> Stamps | None:
+        """What any change of active rows or weight changes; ``None`` for tensors that own no memory here."""
+        active, weight = self._parameters.get("active"), self._parameters.get("weight")
+        if weight is None:
+            raise RuntimeError(
+                f"The weight of the converted layer {self.label!r} is no longer its parameter: apply weight_norm and "
+                "other parametrizations before grass.compact(), which then leaves the layer at full rank"
+            )
+        return stamps_of(active, weight)
+
+    def holds_active(self) -> bool:
+        """Whether the weight's rows are what the active rows are written back as."""
+        rows = self.gather(self.active_projector())
+        return same_values(self.rows().to(rows.dtype), rows)
+
+    def holds_first(self) -> bool:
+        """As :meth:`holds_active`, of the first row alone."""
+        row = self.gather(Projector(self.chosen[:1], None, self.dim))
+        return same_values(self.first_row().to(row.dtype), row)
+
+    @counted
+    def write_back(self, key: int | None = None) -> None:
+        """Copy the active rows into the weight. ``key``: for the stochastic rounding of 8-bit weights."""
+        self.put(self.stored(), self.active_projector(), self.rows())
+
+    @counted
+    def reload(self) -> None:
+        """Copy the weight's rows into the active rows."""
+        self.gather(self.active_projector(), out=self.rows())
+
+    def take_weight(self) -> None:
+        """Take over a weight that was changed from outside."""
+        self.reload()
+
+    def reload_changed(self) -> None:
+        """Copy the weight's rows into the active rows where they differ: these may be more precise."""
+        if not self.holds_active():
+            self.reload()
+
+    def unconvert(self) -> None:
+        """Write the values, active rows included, into a plain weight."""
+        self.sync()
+        self.write_back()
+
+    # listeners
+
+    def arrive(self) -> None:
+        """Tell listeners that values are about to be read or written."""
+        for listener in self.listeners:
+            listener.before_use()
+
+    def before_change(self) -> None:
+        """Tell listeners that a step has written the active rows."""
+        for listener in self.listeners:
+            listener.before_change(self)
+
+    def after_change(self, *, everything: bool) -> None:
+        """Tell listeners that the layer is ready for the next forward."""
+        for listener in self.listeners:
+            listener.after_change(self, everything=everything)
+
+    def before_saving(self) -> None:
+        """Make values ready to be saved or copied."""
+        for listener in self.listeners:
+            listener.before_saving()
+        self.sync()
+
+    def before_loading(self) -> None:
+        """Make values ready to be replaced."""
+        for listener in self.listeners:
+            listener.before_loading()
+
+    # as a module
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The content of copies and pickles; in them weight and active rows agree."""
+        self.before_saving()
+        return {key: value for key, value in vars(self).items() if key != "listeners"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copied and unpickled layers register themselves, so that a copied optimizer finds them."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.freeze()
+        LAYERS.add(self)
+
+    def freeze(self) -> None:
+        """Let the weight take no gradient, which it does while :mod:`grass.compact_mode.reads` watches it."""
+        if (weight := self._parameters.get("weight")) is not None:
+            weight.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> CompactLayer:
+        """Also looks for changes through ``.data``, which tensor versions do not show."""
+        if mode != self.training:
+            self.follow(compare=True)
+        super().train(mode)
+        return self
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompactLayer:
         """Draws the first rows again when a layer leaves the meta device, where indices have no values."""
         self.finish_writing()
@@ -169,8 +288,39 @@ class CompactLayer(SavedRows):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.chosen.is_meta:
             self.chosen.copy_(self.draw_first())
-            self._empty = True
+            self.synced.empty = True
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """That of the plain layer: the weight holds the active rows, which are left out."""
+        self.before_saving()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}active"]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        self.before_loading()
+        arguments = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(*arguments)
+        if f"{prefix}active" in missing_keys:
+            missing_keys.remove(f"{prefix}active")
+        if self.rows().is_meta:
+            raise RuntimeError(
+                "A converted layer on the meta device has lost its active rows: load weights before grass.compact(), "
+                "and with accelerate choose FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)"
+            )
+        self.reload_changed()
+        self.mark_synced()
+
+    # sketches of the gradient, for rules that read norms
 
     def begin_sketch(self, signs: Tensor | None) -> None:
         """Gather ``G S`` from the next forward on; ``signs`` is ``S``. ``None`` gathers the gradient itself."""
@@ -184,11 +334,16 @@ class CompactLayer(SavedRows):
         if self.sketch is not None:
             self.sketch.grad = None
 
+    def hold_sketch(self) -> None:
+        """Stop gathering now; what has been gathered waits for :meth:`end_sketch`, whatever becomes of gradients."""
+        if self.sketch is not None:
+            self.held_sketch = self.end_sketch()
+
     def end_sketch(self) -> Tensor:
         """Stop gathering; returns the sketched rows, zero where no backward has run."""
-        if self.gathered is not None:
-            gathered, self.gathered = self.gathered, None
-            return gathered
+        if self.held_sketch is not None:
+            held, self.held_sketch = self.held_sketch, None
+            return held
         sketch, self.sketch, self.signs = self.sketch, None, None
         if sketch is None:
             return torch.zeros(self.shape[self.dim], 1, dtype=torch.float32, device=self.weight.device)

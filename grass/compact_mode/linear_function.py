@@ -16,7 +16,7 @@ from grass.compact_mode.weight_codes import decode_weight
 _T = TypeVar("_T")
 
 NO_SECOND_DERIVATIVE = (
-    "create_graph=True does not work here: converted experts, layers on a grid of ranks, compiled ones and Triton's "
+    "create_graph=True does not work here: converted experts, layers that ranks divide, compiled ones and Triton's "
     "kernels have first derivatives only. Call grass.expand(model) first"
 )
 

@@ -55,13 +55,12 @@ class Reads:
 
 
 def can_watch(layer: CompactLayer) -> bool:
-    """Whether a layer's weight can take a gradient: not one that is frozen with its rows, sharded, in 8 bits or moved.
-
-    ``grass.streaming`` moves weights and the gradients of those that have one.
-    """
+    """Whether a weight can take a gradient: not one that is frozen with its rows, sharded, in 8 bits or moved."""
     weight, active = layer._parameters["weight"], layer._parameters["active"]
     plain = type(weight) is nn.Parameter and weight.is_floating_point() and layer.strata == 1
-    return plain and active is not None and active.requires_grad and layer.written is None
+    return (
+        plain and active is not None and active.requires_grad and not any(each.moves_weight for each in layer.listeners)
+    )
 
 
 def _weight_of(layer: CompactLayer) -> nn.Parameter:

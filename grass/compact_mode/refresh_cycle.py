@@ -119,15 +119,16 @@ def advance(every: list[Trained], options: Options, ranks: Ranks, carry_of: Call
     Returns:
         The selected rows of each layer that chose rows, which all ranks have chosen alike.
     """
-    begun = [item.layer.begin_write() for item in every]
+    for item in every:
+        item.layer.before_change()
     due = [item for item in every if refresh_due(item.state, options)]
     norms = _norms_for(due, options, ranks)
     for item, layer_norms in zip(due, norms, strict=True):
         _choose_rows(item, layer_norms, carry_of(item), options)
     _explore_other_rows(every, options)
-    for (layer, state, *_), write in zip(every, begun, strict=True):
+    for layer, state, *_ in every:
         layer.mark_synced()
-        layer.end_write(write, decays_all=options.decay == "all" and options.weight_decay != 0)
+        layer.after_change(everything=options.decay == "all" and options.weight_decay != 0)
         arm(layer, state, options)
     return [item.state["indices"] for item in due if item.layer.strata == 1]
 
@@ -177,7 +178,7 @@ def _choose_rows(item: Trained, norms: Tensor, carry: Carry, options: Options) -
     if "row_scale" in state:
         raise ValueError(f"selection={options.selection!r} scales or repeats rows: not for compact mode")
     state["indices"] = state["indices"].to(layer.chosen.device)
-    if layer.deferred:
+    if layer.synced.late:
         layer.write_back()
     layer.select(state["indices"])
 

@@ -1,7 +1,8 @@
 """Strata: parts of a weight that ranks select rows of by themselves.
 
-A grid of ranks has them (:mod:`grass.distributed.parallel_2d`), and tensor parallelism along the selected dimension
-(:mod:`grass.compact_mode.tensor_parallel`).
+Tensor parallelism along the selected dimension has them (:mod:`grass.compact_mode.tensor_parallel`). A class of linear
+layers that is divided otherwise says so by attributes: ``divided_by``, what divides it, for messages; ``strata``, how
+many there are; ``selected_dims``, the ``dim`` that it takes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,16 @@ import numpy as np
 
 from grass.parallel.shards import is_tensor_parallel, shard_dim
 
+TENSOR_PARALLELISM = "tensor parallelism"
+"""What :func:`divider_of` calls it."""
+
 Given = int | float | None
 """``rank`` or ``explore``, as the user gives it."""
+
+
+def divider_of(layer: Any) -> str | None:
+    """What divides a layer among ranks, converted or to be converted; ``None`` if nothing does."""
+    return TENSOR_PARALLELISM if is_tensor_parallel(layer) else getattr(layer, "divided_by", None)
 
 
 def strata_of(layer: Any, dim: int) -> int:
@@ -28,13 +37,13 @@ def of_stratum(layer: Any, rank: Any, explore: Given, dim: int, weights: str | N
     """Rank and explore of each stratum of a layer; a layer without strata is one.
 
     Raises:
-        ValueError: a count that the strata cannot share; on a grid, another dimension; 8-bit weights.
+        ValueError: a count that the strata cannot share; for a divided layer, another dimension, or 8-bit weights.
     """
-    strata, parallel = strata_of(layer, dim), is_tensor_parallel(layer)
-    if strata > 1 and dim != 1 and not parallel:
-        raise ValueError(f"Invalid {dim=}: layers on a grid of ranks take dim=1")
-    if (strata > 1 or parallel) and weights is not None:
-        raise ValueError(f"Invalid {weights=}: layers that tensor parallelism or a grid divides take weights=None")
+    strata, by = strata_of(layer, dim), divider_of(layer)
+    if dim not in getattr(layer, "selected_dims", (0, 1)):
+        raise ValueError(f"Invalid {dim=}: layers that {by} divides take dim={layer.selected_dims[0]}")
+    if by is not None and weights is not None:
+        raise ValueError(f"Invalid {weights=}: layers that {by} divides take weights=None")
     return share("rank", rank, strata), share("explore", explore, strata)
 
 

@@ -4,20 +4,23 @@ Forward computes with the weight, the optimizer steps ``active``. A step writes 
 Grass may change either of them: model averaging, clipping of weights, ``p.data -= ...``. PyTorch counts most changes in
 the tensor's version, so comparing versions is enough. A change through ``.data`` has no version: the first forwards
 look for it by value, and so do switches between ``train()`` and ``eval()``.
+
+What is built on compact mode hears of uses and changes of a layer's values as a :class:`Listener`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
 
-from grass.compact_mode.active_rows import ActiveRows
 from grass.parallel.shards import is_sharded
-from grass.selection.projector import Projector
+
+if TYPE_CHECKING:
+    from grass.compact_mode.layer import CompactLayer
 
 _P = ParamSpec("_P")
 logger = logging.getLogger("grass")
@@ -31,6 +34,9 @@ ALWAYS = -1
 Stamp = tuple[int, int, int]
 """A tensor's identity, version and address: they differ after any change that PyTorch can see."""
 
+Stamps = tuple[Stamp, Stamp]
+"""Those of the active rows and of the weight."""
+
 
 def counted(write: Callable[_P, None]) -> Callable[_P, None]:
     """A write that the tensor's version counts, also in inference mode, and that autograd does not record."""
@@ -38,233 +44,198 @@ def counted(write: Callable[_P, None]) -> Callable[_P, None]:
     return counting
 
 
-class Written(NamedTuple):
-    """The last step that wrote active rows into the weight.
+class Listener:
+    """Hears of uses and changes of a layer's values; ``layer.listeners`` has those of a layer, its copies have none.
 
     Attributes:
-        number: how many there were.
-        rows: which rows it wrote; ``None``: perhaps all.
-        before: the weight's stamp before.
-        after: the weight's stamp after.
+        moves_weight: whether the weight is not always the layer's, so that nobody may ask for its gradient.
     """
 
-    number: int = 0
-    rows: Tensor | None = None
-    before: Stamp | None = None
-    after: Stamp | None = None
+    moves_weight = False
 
-    def span(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        """Version and address of the weight before and after; ``None`` where they are not known."""
+    def before_use(self) -> None:
+        """The layer is about to read or write its values."""
+
+    def before_saving(self) -> None:
+        """They are about to be saved or copied."""
+
+    def before_loading(self) -> None:
+        """They are about to be replaced by loaded ones."""
+
+    def before_change(self, layer: CompactLayer) -> None:
+        """A step has written the active rows, and other rows may become active now."""
+
+    def after_change(self, layer: CompactLayer, *, everything: bool) -> None:
+        """The change has ended; ``everything``: it has changed all rows of the weight."""
+
+
+class LastChange(Listener):
+    """Knows which rows of the weight the last step has written, for copies of the weight.
+
+    Attributes:
+        number: how many steps have written rows.
+        rows: which rows the last one wrote; ``None``: perhaps all.
+        before: the weight's stamp before it; ``None`` where it is not known.
+        after: the weight's stamp after it.
+    """
+
+    def __init__(self, *, moves_weight: bool = False) -> None:
+        self.moves_weight = moves_weight
+        self.number = 0
+        self.rows: Tensor | None = None
+        self.before: Stamp | None = None
+        self.after: Stamp | None = None
+        self._begun: tuple[Tensor, Stamp | None] | None = None
+
+    @classmethod
+    def of(cls, layer: CompactLayer) -> LastChange | None:
+        """The one that listens to a layer."""
+        return next((listener for listener in layer.listeners if isinstance(listener, cls)), None)
+
+    def before_change(self, layer: CompactLayer) -> None:
+        """Note the rows that were written."""
+        self._begun = layer.chosen.clone(), layer.synced.weight_stamp()
+
+    def after_change(self, layer: CompactLayer, *, everything: bool) -> None:
+        """Count the change. Where the weight is written late, it was written now if other rows were selected."""
+        assert self._begun is not None
+        (rows, before), after = self._begun, layer.synced.weight_stamp()
+        everything = everything or (layer.synced.late and after != before)
+        self.number, self.rows = self.number + 1, None if everything else rows
+        self.before, self.after, self._begun = before, after, None
+
+    def spans(self, then: tuple[int, int], now: tuple[int, int]) -> bool:
+        """Whether the last change led from one version and address of the weight to another."""
         if self.before is None or self.after is None:
-            return None
-        return self.before[1:], self.after[1:]
+            return False
+        return (self.before[1:], self.after[1:]) == (then, now)
 
 
-class Arrival(Protocol):
-    """Waits for values that are on their way from the host."""
+class SyncedRows:
+    """The part of :class:`grass.compact_mode.layer.CompactLayer` that makes weight and active rows agree.
 
-    def __call__(self) -> None:
-        """Wait before they are read."""
+    Attributes:
+        late: steps leave the weight as it is; it is written when something calls :meth:`sync`.
+        agreed: the stamps when weight and active rows were known to agree.
+        sharded: whether the weight is a ``DTensor``, whose changes nobody looks for.
+        empty: the active rows have no values yet: the layer has left the meta device.
+    """
 
-    def settle(self, *, loads: bool = False) -> None:
-        """Wait before they are saved or loaded."""
-
-
-class SyncedRows(ActiveRows):
-    """The part of :class:`grass.compact_mode.layer.CompactLayer` that makes weight and active rows agree."""
-
-    written: Written | None = None  # kept for copies of the weight (grass.streaming); None: nobody asks
-    deferred = False  # steps leave the weight as it is; what reads it on the host calls sync()
-
-    _synced: tuple[Stamp, Stamp] | None = None  # active's and weight's, when they were known to agree
-    _pending = False  # whether that is still to be written into the weight
-    arriving: Arrival | None = None
-    gated = False  # the module around it waits for the values that `arriving` brings
-    _sharded = False
-    _probes = PROBES
-    _empty = False  # the active rows have no values yet: the layer has left the meta device
-    _first: Tensor | None = None  # the values of the first active row when both agreed, as long as probes look at it
+    def __init__(self) -> None:
+        self.late = self.sharded = self.empty = False
+        self.agreed: Stamps | None = None
+        self._pending = False  # whether what was agreed is still to be written into the weight
+        self._probes = PROBES
+        self._first: Tensor | None = None  # the first active row when both agreed, as long as probes look at it
 
     def __getstate__(self) -> dict[str, Any]:
-        """The content of copies and pickles; in them weight and active rows agree."""
-        self.settle()
-        self.sync()
-        return {key: value for key, value in vars(self).items() if key not in ("gated", "deferred")}
+        """Of a copy, whose weight is written in each step."""
+        return {**vars(self), "late": False}
 
-    def train(self, mode: bool = True) -> SyncedRows:
-        """Also looks for changes through ``.data``, which tensor versions do not show."""
-        if mode != self.training:
-            self.follow(compare=True)
-        super().train(mode)
-        return self
+    def weight_stamp(self) -> Stamp | None:
+        """The weight's stamp when both were known to agree."""
+        return None if self.agreed is None else self.agreed[1]
 
     @torch.no_grad()
-    def sync(self, *, compare: bool = False, probe: bool = False) -> None:
+    def sync(self, layer: CompactLayer, *, compare: bool = False, probe: bool = False) -> None:
         """Make weight and active rows agree after one of them was changed from outside.
 
         A changed ``active`` is copied into the weight. A changed weight is copied into ``active``; it also wins where
         both were changed, as by averaging all parameters of a model. Compiled code and sharded layers skip this check.
 
         Args:
+            layer: whose weight and active rows.
             compare: compare values even if tensor versions show no change.
             probe: compare the first active row in the first few calls.
         """
-        compiling = torch.compiler.is_compiling()
-        if not (compiling and self.gated):
-            self.arrive()
-        if compiling or (self._sharded and not self._empty):
+        layer.arrive()
+        if torch.compiler.is_compiling() or (self.sharded and not self.empty):
             return
         if self._pending:
-            self._write_pending()
-        now = self._stamps()
-        if self._empty and now is None and is_sharded(self.weight):
-            self.reload()
-        if now is None or (now == self._synced and not compare and not (probe and self._changed_unseen())):
+            self._write_pending(layer)
+        now = layer.stamps()
+        if self.empty and now is None and is_sharded(layer.weight):
+            layer.reload()
+        if now is None or (now == self.agreed and not compare and not (probe and self._changed_unseen(layer))):
             return
-        if not self.holds_active():
-            if self._weight_changed(now):
-                self.take_weight()
+        if not layer.holds_active():
+            if self._weight_changed(layer, now):
+                layer.take_weight()
             else:
-                self.write_back()
-        self._synced = self._stamps()
-        self._remember()
+                layer.write_back()
+        self.agreed = layer.stamps()
+        self._remember(layer)
 
-    def _weight_changed(self, now: tuple[Stamp, Stamp]) -> bool:
+    def follow(self, layer: CompactLayer, *, compare: bool = False, probe: bool = False) -> None:
+        """As :meth:`sync`, but if the weight is written late, only take up a weight that was changed."""
+        if not self.late:
+            self.sync(layer, compare=compare, probe=probe)
+            return
+        layer.arrive()
+        if (now := layer.stamps()) is not None and self.agreed is not None and now != self.agreed:
+            layer.before_change()
+            if now[1] != self.agreed[1]:
+                layer.take_weight()
+            layer.mark_synced()
+            layer.after_change(everything=False)
+
+    def mark(self, layer: CompactLayer) -> None:
+        """Note that weight and active rows agree, or will when they are written back."""
+        self.sharded, self.agreed, self._pending = is_sharded(layer.weight), layer.stamps(), self.late
+        self.empty = self.empty and layer.rows().is_meta
+        self._remember(layer)
+
+    def _weight_changed(self, layer: CompactLayer, now: Stamps) -> bool:
         """Whether it was the weight that changed since both agreed, or the active rows have never had its values."""
-        if self._synced is None or self._empty or self._synced[1] != now[1]:
+        if self.agreed is None or self.empty or self.agreed[1] != now[1]:
             return True
-        if now != self._synced:
+        if now != self.agreed:
             return False
         self._probes = ALWAYS
-        if self._first is not None and _same(self._first, self._row_of_active()):
-            logger.warning("Grass: the weight of %r was changed through .data; its active rows follow", self.label)
+        if self._first is not None and same_values(self._first, layer.first_row()):
+            logger.warning("Grass: the weight of %r was changed through .data; its active rows follow", layer.label)
             return True
         logger.warning(
             "Grass: %r was changed through .data; its active rows are copied to the weight. If an average of "
             "parameters was put in, it is wrong: average by grass.AveragedModel",
-            self.label,
+            layer.label,
         )
         return False
 
-    def _remember(self) -> None:
+    def _remember(self, layer: CompactLayer) -> None:
         """Keep the first active row while forwards look for changes through ``.data``."""
-        self._first = self._row_of_active().clone() if self._probes and self._synced is not None else None
+        self._first = layer.first_row().clone() if self._probes and self.agreed is not None else None
 
-    def _row_of_active(self) -> Tensor:
-        """The values of the first active row."""
-        return self.rows().narrow(self.dim, 0, 1)
-
-    def follow(self, *, compare: bool = False, probe: bool = False) -> None:
-        """As :meth:`sync`, but if writing the weight is deferred, only take up a weight that was changed."""
-        if not self.deferred:
-            self.sync(compare=compare, probe=probe)
-            return
-        self.arrive()
-        if (now := self._stamps()) is not None and self._synced is not None and now != self._synced:
-            write = self.begin_write()
-            if now[1] != self._synced[1]:
-                self.take_weight()
-            self.mark_synced()
-            self.end_write(write, decays_all=False)
-
-    def finish_writing(self) -> None:
-        """Wait for values that are on their way, and write active rows into the weight if that was deferred."""
-        self.arrive()
-        if self.deferred:
-            self.sync()
-
-    def arrive(self) -> None:
-        """Wait for values that are on their way from the host (:mod:`grass.offload`)."""
-        if self.arriving is not None:
-            self.arriving()
-
-    def settle(self, *, loads: bool = False) -> None:
-        """As :meth:`arrive`, before the layer is saved or loaded."""
-        if self.arriving is not None:
-            self.arriving.settle(loads=loads)
-
-    def mark_synced(self) -> None:
-        """Note that weight and active rows agree, or will when they are written back."""
-        self.__dict__.update(_sharded=is_sharded(self.weight), _synced=self._stamps(), _pending=self.deferred)
-        self._empty = self._empty and self.rows().is_meta
-        self._remember()
-
-    def begin_write(self) -> Written | None:
-        """What :meth:`end_write` will note of a step that has written the active rows."""
-        if self.written is None:
-            return None
-        before = None if self._synced is None else self._synced[1]
-        return Written(self.written.number + 1, self.chosen.clone(), before)
-
-    def end_write(self, begun: Written | None, *, decays_all: bool) -> None:
-        """Note that the step has ended, and whether it changed the other rows too."""
-        if begun is not None:
-            after = None if self._synced is None else self._synced[1]
-            everything = decays_all or (self.deferred and after != begun.before)  # new rows were selected
-            self.written = begun._replace(rows=None if everything else begun.rows, after=after)
-
-    def holds_active(self) -> bool:
-        """Whether the weight's rows are what the active rows are written back as."""
-        rows = self.gather(self.active_projector())
-        return _same(self.rows().to(rows.dtype), rows)
-
-    @counted
-    def write_back(self, key: int | None = None) -> None:
-        """Copy the active rows into the weight. ``key``: for the stochastic rounding of 8-bit weights."""
-        self.put(self.stored(), self.active_projector(), self.rows())
-
-    def current(self, indices: Tensor) -> Tensor:
-        """Values of rows that a step has written, as the weight holds them or will hold them."""
-        if self.deferred:
-            return self.rows().to(self.weight.dtype)
-        return self.take(self.stored(), Projector(indices, None, self.dim))
-
-    def take_weight(self) -> None:
-        """Take over a weight that was changed from outside."""
-        self.reload()
-
-    @counted
-    def reload(self) -> None:
-        """Copy the weight's rows into the active rows."""
-        self.gather(self.active_projector(), out=self.rows())
-
-    def _write_pending(self) -> None:
+    def _write_pending(self, layer: CompactLayer) -> None:
         """Write the active rows into the weight, unless it was changed since they were stepped.
 
         While the layer computes elsewhere, its weight is not here and has no stamp: it is written later.
         """
-        now = self._stamps()
+        now = layer.stamps()
         if now is None:
             return
-        if self._synced is not None and now[1] == self._synced[1]:
-            self.write_back()
-            self._synced = self._stamps()
+        if self.agreed is not None and now[1] == self.agreed[1]:
+            layer.write_back()
+            self.agreed = layer.stamps()
         self._pending = False
 
-    def _changed_unseen(self) -> bool:
-        """Whether the first active row differs from the weight's, as after ``p.data -= p.grad``.
+    def _changed_unseen(self, layer: CompactLayer) -> bool:
+        """Whether the values differ though versions show no change, as after ``p.data -= p.grad``.
 
-        Versions do not show such changes. The first forwards look for them, and all later ones if one was found.
+        The first forwards look for such changes, and all later ones if one was found.
         """
         if self._probes == 0:
             return False
         if self._probes > 0:
             self._probes -= 1
-        first = Projector(self.chosen[:1], None, self.dim)
-        row = self.gather(first)
-        return not _same(self._row_of_active().to(row.dtype), row)
+        return not layer.holds_first()
 
-    def _stamps(self) -> tuple[Stamp, Stamp] | None:
-        """Stamps of ``active`` and weight; ``None`` for sharded and fake tensors, which own no memory here."""
-        active, weight = self._parameters.get("active"), self._parameters.get("weight")
-        if weight is None:
-            raise RuntimeError(
-                f"The weight of the converted layer {self.label!r} is no longer its parameter: apply weight_norm and "
-                "other parametrizations before grass.compact(), which then leaves the layer at full rank"
-            )
-        if type(active) is not nn.Parameter or type(weight) is not nn.Parameter or active.is_meta:
-            return None
-        return (id(active), active._version, active.data_ptr()), (id(weight), weight._version, weight.data_ptr())
+
+def stamps_of(active: Tensor | None, weight: Tensor) -> Stamps | None:
+    """Stamps of two parameters; ``None`` for sharded and fake tensors, which own no memory here."""
+    if type(active) is not nn.Parameter or type(weight) is not nn.Parameter or active.is_meta:
+        return None
+    return (id(active), active._version, active.data_ptr()), (id(weight), weight._version, weight.data_ptr())
 
 
 def copy_parameters_last(module: nn.Module) -> None:
@@ -272,6 +243,6 @@ def copy_parameters_last(module: nn.Module) -> None:
     vars(module)["_parameters"] = vars(module).pop("_parameters")
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same_values(a: Tensor, b: Tensor) -> bool:
     """Whether values are equal; those that are not a number equal each other."""
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)

@@ -18,7 +18,7 @@ What Grass selects is either whole on no rank or divided among them:
 - Divided along the other dimension (``dim=1`` with ``Shard(0)``, ``dim=0`` with ``Shard(1)``), every rank has its part
   of every column (``dim=0``: row). All select alike, and lengths are summed over the ranks, as under FSDP2.
 - Divided along the selected dimension, each rank has ``1 / p`` of the columns. They are a stratum, of which the rank
-  selects ``r / p`` columns and explores ``q / p`` by draws of its own, as on a grid of ranks.
+  selects ``r / p`` columns and explores ``q / p`` by draws of its own.
 
 A sketch for rules by norm is averaged over all ranks as that of the whole weight: each adds ``p`` times its part.
 
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from grass.compact_mode.layer import CompactLinear
-from grass.compact_mode.strata import strata_of
+from grass.compact_mode.strata import TENSOR_PARALLELISM, strata_of
 from grass.compact_mode.stratum_state import Strata
 from grass.parallel.shards import local, shard_dim
 from grass.state.schema import State
@@ -43,7 +43,7 @@ from grass.state.schema import State
 class TensorParallelLinear(CompactLinear):
     """A converted ``nn.Linear`` that ``parallelize_module`` has divided; ``chosen`` and ``rank`` are of its stratum."""
 
-    tensor_parallel = True
+    divided_by = TENSOR_PARALLELISM
 
     @property
     def strata(self) -> int:  # type: ignore[override]

@@ -1,7 +1,7 @@
 """Copies between a device and host memory, one direction a thread.
 
-A copy is done when the call returns. Copies overlap because each direction has a thread of its own
-(:class:`grass.offload.executor.Executor`). Bytes are counted. With a CPU as the device, the link is a stand-in: it
+A copy is done when the call returns. Copies overlap where each direction has a thread of its own.
+Bytes are counted. With a CPU as the device, the link is a stand-in: it
 copies within host memory and sleeps until a link of the given rate would be done.
 """
 

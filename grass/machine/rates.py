@@ -39,7 +39,7 @@ LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20
 
 
 class Work(Protocol):
-    """An amount of work for one resource, such as a :class:`grass.offload.tasks.Task`."""
+    """An amount of work for one resource, such as a copy or a step of one parameter."""
 
     resource: str
     amount: float

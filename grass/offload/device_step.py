@@ -53,8 +53,8 @@ class DeviceStep:
     ) -> None:
         self._layer, self._storage, self._has_master, self._is_current = layer, storage, has_master, is_current
         self._staying = HOST_KEYS | {"step"} if counts_on_host else HOST_KEYS
-        if layer is not None and layer.sketch is not None:
-            layer.gathered = layer.end_sketch()  # where the loop's zero_grad() cannot drop it
+        if layer is not None:
+            layer.hold_sketch()  # where the loop's zero_grad() cannot drop it
         self._values = parameter.detach()  # keeps the gradient when the loop drops it
         self._values.grad = parameter.grad
         self.parameter: Tensor = self._values
@@ -92,7 +92,7 @@ class DeviceStep:
             whole.advance(group, [(position, self.parameter)])
         whole.background.finish()
         if self._layer is not None:
-            self._layer.gathered = None
+            self._layer.held_sketch = None
         self.stage = Stage.STEPPED
 
     def down(self, link: Link) -> None:

@@ -32,7 +32,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.synced_rows import copy_parameters_last
+from grass.compact_mode.synced_rows import Listener, copy_parameters_last
 from grass.parallel.shards import is_sharded
 from grass.private_names import has_compiled_call, is_compiled, prefetches
 
@@ -141,8 +141,12 @@ class ForwardHooks:
         for number, block in enumerate(blocks, 1):
             self._enter(block, _Hook(self, number, is_block=True))
         for part in module.modules():
-            if isinstance(part, CompactLayer) and part.active in self._guarded:
-                part.gated = True
+            if (
+                isinstance(part, CompactLayer)
+                and part.active in self._guarded
+                and (own_hook := ActiveRowsHook.of(part))
+            ):
+                own_hook.guarded = True
             own: Parameters = {p: None for p in part.parameters(recurse=False) if p in held}
             if own:
                 self._sets.append(own)
@@ -213,32 +217,63 @@ class _Loading(_Hook):
             hooks.settle(self._number, loads=True)
 
 
-class ActiveRowsHook:
-    """Waits for the active rows of a layer; the layer calls it before it reads its values.
+class ActiveRowsHook(Listener):
+    """Waits for the active rows of a layer before the layer reads its values.
 
     Args:
         awaited: waits for some parameters; not kept alive.
+
+    Attributes:
         rows: the active rows.
+        guarded: whether a module around the layer waits for them, so that compiled code need not.
     """
 
-    def __init__(self, awaited: Awaited, rows: Tensor) -> None:
-        self._awaited, self._rows = weakref.ref(awaited), weakref.ref(rows)
+    def __init__(self, awaited: Awaited) -> None:
+        self._awaited = weakref.ref(awaited)
+        self.rows: weakref.ref[Tensor] | None = None
+        self.guarded = False
+
+    @classmethod
+    def watch(cls, layer: CompactLayer, awaited: Awaited) -> None:
+        """Let a layer wait for its active rows, as they are now, and for no others."""
+        hook = cls.of(layer)
+        if hook is None or hook._awaited() is not awaited:
+            others = tuple(listener for listener in layer.listeners if listener is not hook)
+            hook = cls(awaited)
+            layer.listeners = (*others, hook)
+        hook.rows = weakref.ref(layer.active)
+
+    @classmethod
+    def of(cls, layer: CompactLayer) -> ActiveRowsHook | None:
+        """The hook of a layer."""
+        return next((listener for listener in layer.listeners if isinstance(listener, cls)), None)
+
+    def before_use(self) -> None:
+        """Wait."""
+        if not (self.guarded and torch.compiler.is_compiling()):
+            self._wait()
 
     @torch.compiler.disable(reason="it waits for the host")  # type: ignore[no-untyped-call, untyped-decorator]
-    def __call__(self) -> None:
-        """Wait."""
-        awaited, rows = self._awaited(), self._rows()
-        if awaited is not None and rows is not None:
+    def _wait(self) -> None:
+        if (found := self._found()) is not None:
+            awaited, rows = found
             awaited.finish([rows])
 
-    def settle(self, *, loads: bool = False) -> None:
-        """Wait before the layer is saved or loaded."""
-        awaited, rows = self._awaited(), self._rows()
-        if awaited is not None and rows is not None:
-            (awaited.settle if loads else awaited.settle_values)([rows])
+    def before_saving(self) -> None:
+        """Wait, or raise an error if the values are lost."""
+        if (found := self._found()) is not None:
+            awaited, rows = found
+            awaited.settle_values([rows])
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copied layer waits for nothing
+    def before_loading(self) -> None:
+        """Wait."""
+        if (found := self._found()) is not None:
+            awaited, rows = found
+            awaited.settle([rows])
+
+    def _found(self) -> tuple[Awaited, Tensor] | None:
+        awaited, rows = self._awaited(), None if self.rows is None else self.rows()
+        return None if awaited is None or rows is None else (awaited, rows)
 
 
 class _Nothing:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.synced_rows import SyncedRows
 from grass.kernels.layout import is_dense
 from grass.machine.link import Link
 from grass.offload.host_storage import HostStorage, host_like, same_layout, to_host
@@ -218,7 +219,7 @@ class LayerCopy(HostCopy):
     def rescue(self, link: Link) -> None:
         """As for any parameter. A layer that was not stepped is in agreement, although the step has begun."""
         if self.stage is Stage.QUEUED:
-            if self.source._stamps() != self._departed[0]:
+            if self.source.stamps() != self._departed[0]:
                 self.source.reload()
             self.source.mark_synced()
         super().rescue(link)
@@ -254,7 +255,7 @@ class LayerCopy(HostCopy):
 
     def _stamp(self) -> Any:
         tensors = (self.source.weight, self.source.active) if is_sharded(self.source.weight) else ()
-        return self.source._stamps(), [stamp_of(t) for t in tensors], self.source.selections
+        return self.source.stamps(), [stamp_of(t) for t in tensors], self.source.selections
 
 
 class MasterCopy(HostCopy):
@@ -307,8 +308,8 @@ class InPlace(HostCopy):
         assert self.device.grad is not None
         self._gradient: Tensor | None = self.device.grad
         self._snapshot = GradientSnapshot(self.device, self.device.grad)
-        if self.layer is not None and self.layer.sketch is not None:
-            self.layer.gathered = self.layer.end_sketch()
+        if self.layer is not None:
+            self.layer.hold_sketch()
 
     def bytes_down(self) -> int:
         """Nothing travels."""
@@ -340,7 +341,7 @@ class InPlace(HostCopy):
             self._state["master"] = self.host.detach()
         whole.background.finish()
         if self.layer is not None:
-            self.layer.gathered = None
+            self.layer.held_sketch = None
 
     def give(self, link: Link) -> None:
         """The values are here."""
@@ -388,7 +389,7 @@ def host_layer(layer: CompactLayer, storage: HostStorage) -> CompactLayer:
     }
     state["_parameters"]["bias"] = None
     state["_buffers"] = {name: None if b is None else to_host(b) for name, b in layer._buffers.items()}
-    state["arriving"] = None
+    state |= {"synced": SyncedRows(), "listeners": ()}
     vars(copy).update(state)
     if layer.sketch is not None:
         copy.begin_sketch(None if layer.signs is None else layer.signs.cpu())

@@ -356,7 +356,7 @@ class HostOptimizer:
             self.options.check_sharded(p)
         if layer is not None:
             check_sharding(layer)
-            layer.arriving = ActiveRowsHook(self, p)
+            ActiveRowsHook.watch(layer, self)
 
     def _submit(self, queued: list[Queued], steps: list[ParameterStep], whole: OptimizerStep) -> None:
         tasks, ends = self.schedule(steps)

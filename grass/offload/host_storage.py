@@ -168,7 +168,7 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 def bytes_on_host(p: Tensor, layer: CompactLayer | None, options: Options, offload: Offload) -> int:
     """Bytes that a parameter's copies, moments and bank take on this rank's host. Moments are counted as float32.
 
-    A parameter that lies there already (:mod:`grass.streaming`) has no copies but its master.
+    A parameter that lies there already (:func:`mark_on_host`) has no copies but its master.
     """
     p = local(p.detach())
     weight = p if layer is None else local(layer.weight.detach())

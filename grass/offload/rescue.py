@@ -92,14 +92,14 @@ class Before:
 
     def __init__(self, whole: OptimizerStep) -> None:
         self._norms, self._whole = dict(whole.given_norms), whole
-        self._sketches = [(layer, layer.sketch, layer.signs, layer.gathered) for layer in whole.layers.values()]
+        self._sketches = [(layer, layer.sketch, layer.signs, layer.held_sketch) for layer in whole.layers.values()]
 
     def restore(self) -> None:
         """Give it back."""
         self._whole.given_norms.update(self._norms)
         forget_steps(self._whole.states)
         for layer, *sketch in self._sketches:
-            layer.sketch, layer.signs, layer.gathered = sketch
+            layer.sketch, layer.signs, layer.held_sketch = sketch
             layer.mark_synced()  # weight and active rows still agree, whatever their versions say
 
 

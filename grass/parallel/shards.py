@@ -2,8 +2,8 @@
 
 FSDP2 and tensor parallelism each shard a weight along one dimension. Where it is the one along which Grass does not
 select, every rank has its part of every row (``dim=1``: column) and updates its part of the selected ones. A refresh
-only sums squared norms over the shards. Compact mode also takes tensor parallelism along the other dimension, in strata
-(:mod:`grass.compact_mode.tensor_parallel`).
+only sums squared norms over the shards. Compact mode also takes tensor parallelism along the other dimension: each rank
+then selects rows of its own part.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def refresh(
         rank: how many.
         group: the parameter group, or its options.
         index: the parameter's place among all groups, which with ``seed`` determines the draw.
-        experts: matrices that the rows belong to (:mod:`grass.stepping.experts`). One whose norms are all zero stays
+        experts: how many matrices the rows belong to. One whose norms are all zero stays
             with its earlier selection and moments.
     """
     norms, device = norms.cpu(), norms.device

@@ -38,7 +38,7 @@ def step_group(
         The rows of every weight that has selected rows in this step.
     """
     active = [m for m in members if id(m.parameter) in layers]
-    weights = [layers[id(m.parameter)].weight for m in active if not layers[id(m.parameter)].deferred]
+    weights = [layers[id(m.parameter)].weight for m in active if not layers[id(m.parameter)].synced.late]
     count_writes([*(m.parameter for m in members), *weights])
     dense = [m for m in members if id(m.parameter) not in layers] if active else members
     projected = [m for m in dense if step.options.projects(m.parameter)]

@@ -72,7 +72,7 @@ def _rows(member: Member, layer: CompactLayer) -> CompactRows:
 
 def _writes(layer: CompactLayer) -> bool:
     """Whether the step writes the rows into the weight: an int8 layer does so itself."""
-    return layer.scale() is None and not layer.deferred
+    return layer.scale() is None and not layer.synced.late
 
 
 def _of_experts(rows: CompactRows, layer: CompactLayer) -> list[CompactRows]:

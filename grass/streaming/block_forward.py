@@ -33,6 +33,8 @@ class StreamedBlock(nn.Module):
     Copies and pickles are of the unit's own class, on the host.
     """
 
+    not_convertible = "The model is streamed: call grass.compact() and grass.expand() before or after close()"
+
     _block_forward: BlockForward | None = None
     _computing: Callable[..., Any] | None = None
 

@@ -67,7 +67,7 @@ class DeviceBlock:
     def begin(self, counts: Counts) -> None:
         """Make the task that copies what differs from the host's tensors once their step has ended."""
         mark, unit = self._link.mark(), self._unit
-        self._rows = unit.room_for_rows(self._link.device, deferred=self.version is None)
+        self._rows = unit.room_for_rows(self._link.device, late=self.version is None)
 
         def work() -> None:
             unit.wait()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.synced_rows import Written
+from grass.compact_mode.synced_rows import LastChange
 from grass.every_optimizer import after_every_step
 from grass.kernels.layout import is_dense
 from grass.offload.host_storage import SMALLEST, HostStorage, mark_on_host, unmark_on_host, wait_for_step
@@ -178,7 +178,7 @@ class HostBlock:
         for p in self.trained():
             mark_on_host(p)
         for layer in self.layers:
-            layer.written = Written()
+            layer.listeners = (*layer.listeners, LastChange(moves_weight=True))
 
     def unmark(self) -> None:
         """The opposite of :meth:`mark`."""
@@ -186,7 +186,8 @@ class HostBlock:
             unmark_on_host(p)
         for layer in self.layers:
             layer.sync()
-            layer.written, layer.deferred = None, False
+            layer.listeners = tuple(each for each in layer.listeners if not isinstance(each, LastChange))
+            layer.synced.late = False
 
     def put_into_files(self, storage: HostStorage) -> None:
         """Move frozen tensors to memory-mapped files. Steps leave them as they are where no rows are explored."""
@@ -195,7 +196,7 @@ class HostBlock:
             self._mapped.add(id(tensor))
         for layer in self.layers:
             if id(layer.weight) in self._mapped and not layer.reach and layer.scale() is None:
-                layer.deferred = True
+                layer.synced.late = True
                 layer.mark_synced()
 
     def frozen(self) -> list[Tensor]:
@@ -223,7 +224,8 @@ class HostBlock:
 
     def version(self) -> Version:
         """What the tensors are now."""
-        numbers = [0 if layer.written is None else layer.written.number for layer in self.layers]
+        changes = [LastChange.of(layer) for layer in self.layers]
+        numbers = [0 if change is None else change.number for change in changes]
         return Version(self.steps, [stamp_of(place.get()) for place in self.places], numbers)
 
     def changes(self, then: Version | None, now: Version) -> list[Change]:
@@ -231,12 +233,12 @@ class HostBlock:
         every = (
             Change(number) if then is None else self._change(number, then, now) for number in range(len(self.places))
         )
-        return [part for change in every if change is not None for part in self._with_deferred(change)]
+        return [part for change in every if change is not None for part in self._with_late_rows(change)]
 
-    def _with_deferred(self, change: Change) -> Iterator[Change]:
+    def _with_late_rows(self, change: Change) -> Iterator[Change]:
         """A change, and the active rows that a whole weight lacks."""
         yield change
-        if change.rows is None and (i := self._weights.get(change.number)) is not None and self.layers[i].deferred:
+        if change.rows is None and (i := self._weights.get(change.number)) is not None and self.layers[i].synced.late:
             yield Change(change.number, self.layers[i].chosen.clone(), self.layers[i])
 
     def _change(self, number: int, then: Version, now: Version) -> Change | None:
@@ -247,22 +249,22 @@ class HostBlock:
         if now.written[i] == then.written[i]:
             return None if same else Change(number)
         layer, known = self.layers[i], (then.stamps[number], now.stamps[number])
-        written, once = layer.written, now.written[i] == then.written[i] + 1
-        if once and written is not None and written.rows is not None and written.span() == known:
-            return Change(number, written.rows, layer)
+        last, once = LastChange.of(layer), now.written[i] == then.written[i] + 1
+        if once and last is not None and last.rows is not None and last.spans(*known):
+            return Change(number, last.rows, layer)
         return Change(number)
 
-    def room_for_rows(self, device: torch.device, *, deferred: bool) -> dict[int, Tensor]:
+    def room_for_rows(self, device: torch.device, *, late: bool) -> dict[int, Tensor]:
         """Empty tensors on a device for the active rows of each weight, by its number among those that travel.
 
         Args:
             device: the device.
-            deferred: only of weights into which steps do not write.
+            late: only of weights into which steps do not write.
         """
         room = {}
         with torch.inference_mode(False):
             for number, i in self._weights.items():
-                if deferred and not self.layers[i].deferred:
+                if late and not self.layers[i].synced.late:
                     continue
                 layer, shape = self.layers[i], list(self.layers[i].shape)
                 shape[layer.dim] = layer.chosen.numel()

@@ -143,7 +143,7 @@ def test_copies_have_the_stepped_values_and_wait_for_nothing(
         step(model, optimizer, 4)
         hooks = [hook for module in twin.modules() for hook in module._forward_pre_hooks.values()]
         assert {type(hook) for hook in hooks} <= {_Nothing}
-        assert all(getattr(module, "arriving", None) is None for module in twin.modules())
+        assert all(not getattr(module, "listeners", ()) for module in twin.modules())
         results.append((evaluated(twin), evaluated(model)))
     assert same(*results)
 

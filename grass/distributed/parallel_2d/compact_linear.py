@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.linear_function import differentiable_once
 from grass.compact_mode.stratum_state import Strata
-from grass.compact_mode.synced_rows import Stamp, Written
+from grass.compact_mode.synced_rows import LastChange, Stamp, Stamps
 from grass.distributed.parallel_2d.layers import Linear2D, autocast_to, local_part
 from grass.distributed.parallel_2d.mesh import WEIGHT, Grid, arrived
 from grass.distributed.parallel_2d.summa import (
@@ -57,7 +57,7 @@ class CompactLinear2D(CompactLayer, Linear2D):
     _every_chosen: tuple[tuple[int, int], Tensor] | None = None  # which `chosen` was gathered, and the column's
     _cache: tuple[int, Stamp, Tensor] | None = None  # steps and stamp of the weight, the column's (a, m/b, n/a)
 
-    strata = Linear2D.strata
+    strata, divided_by = Linear2D.strata, Linear2D.divided_by
     sums_sketch = True
 
     @property
@@ -74,7 +74,7 @@ class CompactLinear2D(CompactLayer, Linear2D):
     def set_matrix(self, matrix: Tensor) -> None:
         """Make this rank's ``(m/b, n/a)`` the weight's storage."""
         self.weight.data = self._grid.own(matrix, WEIGHT)
-        self.written = Written() if self._grid.cache_panels else None
+        self._listen()
 
     def as_parameter(self, rows: Tensor) -> nn.Parameter:
         """This rank's active columns ``(m/b, (r + q)/a)`` as a parameter ``(m, r + q)``."""
@@ -114,9 +114,18 @@ class CompactLinear2D(CompactLayer, Linear2D):
         return arrived(self._grid.sum_row(sketch.square().sum(dim=1, keepdim=True))).sqrt()
 
     def mark_synced(self) -> None:
-        """As of a weight that is not sharded: changes by hand are seen (:meth:`_stamps`)."""
+        """As of a weight that is not sharded: changes by hand are seen (:meth:`stamps`)."""
         super().mark_synced()
-        self._sharded = False
+        self.synced.sharded = False
+
+    def _listen(self) -> None:
+        """Hear which columns a step has written, if gathered weights are kept."""
+        self.listeners = (LastChange(),) if self._grid.cache_panels else ()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As of any layer."""
+        super().__setstate__(state)
+        self._listen()
 
     def unconvert(self) -> None:
         """Write the active columns into the weight, and forget what was gathered."""
@@ -124,7 +133,7 @@ class CompactLinear2D(CompactLayer, Linear2D):
         for name in ("_every_chosen", "_cache"):
             self.__dict__.pop(name, None)
 
-    def _stamps(self) -> tuple[Stamp, Stamp] | None:
+    def stamps(self) -> Stamps | None:
         """Changes of a ``DTensor`` or of this rank's part count; on the meta device there is nothing to change."""
         if self.active.is_meta:
             return None
@@ -162,18 +171,18 @@ class CompactLinear2D(CompactLayer, Linear2D):
 
     def _cached(self, weight: Tensor) -> Tensor:
         """The column's weights; if one step has changed them since, only what it has written is sent."""
-        written, grid, now = self.written or Written(), self._grid, _stamp(self.weight)
+        change, grid, now = LastChange.of(self) or LastChange(), self._grid, _stamp(self.weight)
         number, then, every = self._cache or (-1, None, weight)
-        if (number, then) == (written.number, now):
+        if (number, then) == (change.number, now):
             return every
-        if number == written.number - 1 and written.rows is not None and (written.before, written.after) == (then, now):
-            rows = arrived(grid.gather_column(written.rows))
-            values = arrived(grid.gather_column(select_columns(weight, written.rows).t()))
+        if number == change.number - 1 and change.rows is not None and (change.before, change.after) == (then, now):
+            rows = arrived(grid.gather_column(change.rows))
+            values = arrived(grid.gather_column(select_columns(weight, change.rows).t()))
             for block, own, columns in zip(every, rows, values, strict=True):
                 block.index_copy_(1, own, columns.t())
         else:
             every = torch.cat([arrived(weight_panel(grid, weight, p)) for p in range(grid.panels)], dim=2)
-        self._cache = written.number, now, every
+        self._cache = change.number, now, every
         return every
 
 

@@ -33,6 +33,8 @@ class Linear2D(nn.Linear):
     """``x W^T + b`` (:mod:`grass.distributed.parallel_2d.summa`). :func:`parallelize_2d` makes it."""
 
     _grid: Grid
+    divided_by = "a grid of ranks"
+    selected_dims = (1,)
 
     @property
     def strata(self) -> int:
