@@ -25,6 +25,9 @@ from grass.targets import Targets, is_linear
 CONVERSION = ("explore", "dim", "dtype", "calibration")
 """Keywords that the factory passes to :func:`grass.compact` in compact mode; the others go to the optimizer."""
 
+BY_PATCH = "grass_adamw"
+"""The name of the optimizer where ``docs/transformers-5.23.patch`` is applied; ``optim_args`` then has the rank."""
+
 
 class GrassFactory:
     """Builds :class:`grass.GrassAdamW` for ``Trainer(optimizer_cls_and_kwargs=(GrassFactory, {...}))``."""
@@ -72,6 +75,7 @@ class GrassFactory:
                 "call grass.compact(model, ...) before Trainer is made, and leave rank and weights out here"
             )
         keywords = {**_from_arguments(args), **keywords}
+        rank = keywords.pop("rank", None) if rank is None else rank
         targets = _targets(model, args) if targets is None else targets
         _check_mode(model, mode, rank)
         if mode == "compact" and getattr(args, "sync_ref_model", False):
@@ -111,14 +115,20 @@ def check_optim(args: TrainingArguments) -> None:
     """Refuse arguments that choose another optimizer than AdamW.
 
     Raises:
-        ValueError: ``optim`` is none of Trainer's names for torch's AdamW, of which one is its default.
+        ValueError: ``optim`` is none of Trainer's names for torch's AdamW, of which one is its default, and not
+            ``"grass_adamw"``, which a patch adds (``docs/integrations.md``).
     """
-    name = str(getattr(args.optim, "value", args.optim))
-    if not name.startswith("adamw_torch") or "bit" in name:
+    name = _name(args)
+    if name != BY_PATCH and (not name.startswith("adamw_torch") or "bit" in name):
         raise ValueError(
             f"Invalid optim={name!r}: Grass brings its own optimizer, leave optim out. To train by another one, call "
             "grass.compact(model, ...), build it and call grass.attach(optimizer, model), and pass optimizers=(...)"
         )
+
+
+def _name(args: TrainingArguments) -> str:
+    """Trainer's name of the optimizer."""
+    return str(getattr(args.optim, "value", args.optim))
 
 
 def _from_arguments(args: TrainingArguments | None) -> dict[str, Any]:
@@ -131,16 +141,19 @@ def _from_arguments(args: TrainingArguments | None) -> dict[str, Any]:
         "eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,
         "seed": args.seed,
-        **_from_optim_args(args.optim_args),
+        **_from_optim_args(args.optim_args, given=set() if _name(args) == BY_PATCH else {"rank"}),
     }
 
 
-def _from_optim_args(text: str | None) -> dict[str, Any]:
-    """``optim_args``, separated as Trainer separates them; a value that is no Python literal is a string."""
+def _from_optim_args(text: str | None, given: set[str]) -> dict[str, Any]:
+    """``optim_args``, separated as Trainer separates them; a value that is no Python literal is a string.
+
+    ``given``: arguments that keywords have instead.
+    """
     found: dict[str, Any] = {}
     for pair in text.replace(" ", "").split(",") if text else ():
         name, equals, value = pair.partition("=")
-        if not equals or name not in {*signature(GrassAdamW).parameters} - {"params", "rank"}:
+        if not equals or name not in {*signature(GrassAdamW).parameters} - {"params", *given}:
             raise ValueError(f"Invalid optim_args={text!r}: {pair!r} is no argument of GrassAdamW with a value")
         try:
             found[name] = ast.literal_eval(value)
