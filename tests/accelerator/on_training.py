@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from grass.device import new_stream, on  # noqa: E402
 from grass.machine.link import Link  # noqa: E402
 from grass.parallel.background import Background  # noqa: E402
 from grass.state import master  # noqa: E402
+from tests.experts import models as experts  # noqa: E402
 from tests.offload import training  # noqa: E402
 from tests.offload.training import same  # noqa: E402
 from tests.streaming import models  # noqa: E402
@@ -180,6 +182,57 @@ def test_the_exchange_in_the_background() -> None:
         expected = banked(0, in_background=False)
     for seed in range(4):
         assert same(banked(seed, in_background=True), expected), f"seed {seed}"
+
+
+def with_experts(seed: int, offload: Offload | None, **conversion: Any) -> tuple[Any, ...]:
+    """Training of experts, of which some have no tokens in some steps and rest."""
+    standin.seed_order(seed)
+    torch.manual_seed(0)
+    model = experts.Experts()
+    grass.compact(model, rank=4, explore=2, **conversion)
+    model.to(DEVICE)
+    optimizer = GrassAdamW(model, lr=1e-2, update_interval=2, offload=offload, fused=False)
+    return experts.train(model, optimizer, STEPS), *values_of(model, optimizer)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_experts(dim: int) -> None:
+    expected = with_experts(0, None, dim=dim)
+    for seed in range(2):
+        assert same(with_experts(seed, Offload(fraction=0.5), dim=dim), expected), f"seed {seed}"
+
+
+@pytest.mark.parametrize("way", ["resident", "offloaded", "streamed"])
+def test_checkpoints(way: str, tmp_path: Path) -> None:
+    """Saved while the step is on its way; another model and optimizer go on from the file."""
+
+    def begun(seed: int) -> tuple[Any, GrassAdamW]:
+        standin.seed_order(seed)
+        if way == "streamed":
+            return models.build("compact", streamed=True, offload="cpu", device=DEVICE, fused=False)
+        offload = Offload(fraction=0.5) if way == "offloaded" else None
+        return training.build("compact", offload, DEVICE, fused=False)
+
+    def train(model: Any, optimizer: GrassAdamW, steps: int, first: int = 0) -> list[float]:
+        if way == "streamed":
+            return models.train(model, optimizer, steps, first, clip=1e9)
+        return training.train(model, optimizer, steps, first)
+
+    whole = begun(0)
+    expected = train(*whole, STEPS)
+    for seed in range(2):
+        model, optimizer = begun(seed)
+        losses = train(model, optimizer, 3)
+        torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "checkpoint.pt")
+        train(model, optimizer, 1, first=9)  # does not change what was saved
+        state, optimizer_state = torch.load(tmp_path / "checkpoint.pt", weights_only=True, map_location="cpu")
+        model, optimizer = begun(seed + 10)
+        train(model, optimizer, 1)
+        model.load_state_dict(state)
+        optimizer.load_state_dict(optimizer_state)
+        losses += train(model, optimizer, STEPS - 3, first=3)
+        assert losses == expected, f"seed {seed}"
+        assert same(values_of(model, optimizer), values_of(*whole)), f"seed {seed}"
 
 
 def in_backward(seed: int, *, inside: bool) -> tuple[Any, ...]:

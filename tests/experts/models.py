@@ -61,9 +61,9 @@ def batch(step: int, *, rests: bool = True) -> tuple[Tensor, Tensor]:
 def train(
     model: Any, optimizer: torch.optim.Optimizer, steps: int, first: int = 0, *, rests: bool = True
 ) -> list[float]:
-    losses = []
+    losses, device = [], next(model.parameters()).device
     for step in range(first, first + steps):
-        x, ends = batch(step, rests=rests)
+        x, ends = (t.to(device) for t in batch(step, rests=rests))
         loss = (model(x, ends) - x.roll(1, 1)).square().sum()
         loss.backward()
         losses.append(loss.item())

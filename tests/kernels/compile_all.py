@@ -1,8 +1,10 @@
-"""Compile every kernel for an H200 without one, and print what the assembler reports: one line a kernel.
+"""Compile every kernel for a GPU without one, and print what the assembler reports: one line a kernel.
 
-    env -u TRITON_INTERPRET python -m tests.kernels.compile_all [float32 bfloat16 float16]
+    env -u TRITON_INTERPRET python -m tests.kernels.compile_all sm_90 [float32 bfloat16 float16]
 
-The launchers run on CPU tensors of LLaMA 7b's shapes with launches turned into compilations; nothing is computed.
+The GPU is sm_80 (A100), sm_90 (H100, H200), sm_100 (B200) or gfx942 (MI300). The launchers run on CPU tensors of LLaMA
+7b's shapes with launches turned into compilations; nothing is computed. ``scripts/bench/kernels_compiled.py`` makes a
+table of it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,55 @@ from grass.kernels import dispatch
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-class Hopper:
+@dataclass(frozen=True)
+class Gpu:
+    """What one processor of a GPU has, by which it runs several blocks of threads at a time.
+
+    Attributes:
+        target: for the compiler.
+        shared: bytes of shared memory of the processor.
+        reserved: bytes of it that each block takes beside its own.
+        parts: into which the processor divides its warps.
+        warps: of each part, at most.
+        registers: of each part, in registers of a whole warp.
+        unit: by how many such registers a warp's are rounded up.
+    """
+
+    target: GPUTarget
+    shared: int
+    reserved: int
+    parts: int
+    warps: int
+    registers: int
+    unit: int
+
+    def occupancy(self, registers: int, shared: int, warps: int) -> float:
+        """Share of the warps that run at a time, for blocks of so many warps, registers a thread and bytes."""
+        rounded = -(-max(registers, 1) // self.unit) * self.unit
+        by_warps = self.parts * min(self.warps, self.registers // rounded) // warps
+        by_memory = self.shared // (shared + self.reserved) if shared + self.reserved else by_warps
+        return min(by_warps, by_memory, MOST_BLOCKS) * warps / (self.parts * self.warps)
+
+
+MOST_BLOCKS = 32
+"""Blocks of threads that a processor runs at a time."""
+GPUS = {
+    "sm_80": Gpu(GPUTarget("cuda", 80, 32), 164 << 10, 1 << 10, 4, 16, 512, 8),
+    "sm_90": Gpu(GPUTarget("cuda", 90, 32), 228 << 10, 1 << 10, 4, 16, 512, 8),
+    "sm_100": Gpu(GPUTarget("cuda", 100, 32), 228 << 10, 1 << 10, 4, 16, 512, 8),
+    "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), 64 << 10, 0, 4, 8, 512, 8),
+}
+"""From the makers' tables: NVIDIA's of compute capabilities, AMD's of CDNA 3."""
+
+
+class Driver:
     """What the compiler asks the driver."""
 
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_current_device(self) -> int:
         return 0
@@ -39,7 +86,7 @@ class Hopper:
         return 0
 
 
-def compile_only() -> list[tuple[str, Any]]:
+def compile_only(target: GPUTarget) -> list[tuple[str, Any]]:
     """Have every launch append ``(name, compiled kernel)`` to the list returned instead."""
     compiled: list[tuple[str, Any]] = []
     run = JITFunction.run
@@ -48,7 +95,7 @@ def compile_only() -> list[tuple[str, Any]]:
         compiled.append((self.fn.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
 
     JITFunction.run = record
-    driver.set_active(Hopper())
+    driver.set_active(Driver(target))
     dispatch._obstacle = lambda tensors, types: None
     dispatch.wants_triton = lambda device: True
     return compiled
@@ -93,7 +140,12 @@ def launch_everything(dtypes: list[torch.dtype]) -> None:
 
 
 def resources(kernel: Any) -> dict[str, int]:
-    """Registers, stack and shared memory, in the assembler's words."""
+    """Registers of a thread, and bytes of its stack and local memory, which registers spill to."""
+    if "amdgcn" in kernel.asm:
+        found = dict(re.findall(r"\.(\w+_count|private_segment_fixed_size):\s*(\d+)", kernel.asm["amdgcn"]))
+        spilled = 4 * (int(found["vgpr_spill_count"]) + int(found["sgpr_spill_count"]))
+        vectors = int(found["vgpr_count"]) + int(found.get("agpr_count", 0))
+        return {"REG": vectors, "STACK": int(found["private_segment_fixed_size"]), "LOCAL": spilled}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -103,14 +155,17 @@ def resources(kernel: Any) -> dict[str, int]:
 
 
 def main() -> None:
-    compiled = compile_only()
-    launch_everything([getattr(torch, name) for name in sys.argv[1:] or ("float32", "bfloat16", "float16")])
+    gpu = GPUS[sys.argv[1]]
+    compiled = compile_only(gpu.target)
+    launch_everything([getattr(torch, name) for name in sys.argv[2:] or ("float32", "bfloat16", "float16")])
     for name, kernel in compiled:
-        ptx = kernel.asm["ptx"]
+        ptx = kernel.asm.get("ptx", "")
         wide = len(re.findall(r"(?:ld|st)\.global\S*\.v[248]\.b(?:32|64)|\.v4\.", ptx))
         types = " ".join(str(t) for t in kernel.src.signature.values() if "*" in str(t))
-        report = " ".join(f"{key}={value}" for key, value in resources(kernel).items())
-        print(f"{name} [{types}] {report} SHARED={kernel.metadata.shared} WIDE={wide} WGMMA={ptx.count('wgmma.mma')}")
+        used, shared, warps = resources(kernel), kernel.metadata.shared, kernel.metadata.num_warps
+        report = " ".join(f"{key}={value}" for key, value in used.items())
+        report += f" SHARED={shared} WARPS={warps} OCCUPANCY={gpu.occupancy(used['REG'], shared, warps):.3f}"
+        print(f"{name} [{types}] {report} WIDE={wide} WGMMA={ptx.count('wgmma.mma')}")
 
 
 if __name__ == "__main__":
