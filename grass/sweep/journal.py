@@ -20,12 +20,15 @@ class Journal:
     Attributes:
         losses: the loss at each step that the trial has yielded, in their order.
         events: all other records.
+        pace: seconds a step since the trial's process last started; ``None`` before its first step.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.losses: dict[int, float] = {}
         self.events: list[Record] = []
+        self.pace: float | None = None
+        self._began: tuple[int, float] | None = None
         self._read = 0
 
     def read(self) -> Self:
@@ -41,8 +44,13 @@ class Journal:
         return self
 
     def _take(self, record: Record) -> None:
+        reached, now = next(reversed(self.losses), 0), record.get("time", 0.0)
+        if "start" in record:
+            self._began = reached, now
         if "step" in record:
             self.losses[record["step"]] = record["loss"]
+            if self._began is not None and record["step"] > self._began[0]:
+                self.pace = (now - self._began[1]) / (record["step"] - self._began[0])
         else:
             self.events.append(record)
 

@@ -15,6 +15,7 @@ from grass.sweep.devices import claim_name
 from grass.sweep.grid import Kind, Place, Settings, described
 from grass.sweep.journal import Journal, Record
 from grass.sweep.lock import Lock
+from grass.sweep.order import Seconds, longest_first
 from grass.sweep.progress import Bars
 from grass.sweep.proposals import Proposals
 from grass.sweep.stopping import StopRule
@@ -51,8 +52,9 @@ class Sweep:
         stop: StopRule | None = None,
         proposals: Proposals | None = None,
         bars: Bars | None = None,
+        seconds: Seconds | None = None,
     ) -> None:
-        self.kind, self.stop, self.proposals, self.bars = kind, stop, proposals, bars
+        self.kind, self.stop, self.proposals, self.bars, self.seconds = kind, stop, proposals, bars, seconds
         self.locks = kind.out / "locks"
         self.locks.mkdir(parents=True, exist_ok=True)
         self.journals: dict[Path, Journal] = {}
@@ -163,8 +165,11 @@ class Sweep:
         return None
 
     def _candidates(self) -> Iterator[Place]:
-        """Trials that have not ended, then new ones."""
-        yield from [place for place in self.every if not self._report(place)]
+        """Trials that have not ended, the longest first, then new ones."""
+        left = [place for place in self.every if not self._report(place)]
+        if len(self.running) > 1:  # on one device the order changes nothing
+            left = longest_first(left, self.every, self.journals, self.kind.steps, self.seconds)
+        yield from left
         while self.proposals and (settings := self.proposals.ask()) is not None:
             place = self._add(settings)
             if not self._report(place):

@@ -10,6 +10,7 @@ from typing import Any
 
 from grass.sweep.devices import check_host_memory, checked_devices
 from grass.sweep.grid import Grid, Kind, Trial, check_trial, expanded
+from grass.sweep.order import Seconds
 from grass.sweep.pool import Sweep
 from grass.sweep.progress import Bars
 from grass.sweep.proposals import Proposals
@@ -29,6 +30,7 @@ def run(
     devices: Sequence[str] | None = None,
     host: int | str | None = None,
     stop: StopRule | None = None,
+    seconds: Seconds | None = None,
     sampler: Any = None,
     trials: int | None = None,
     retry: bool = False,
@@ -57,6 +59,8 @@ def run(
             streamed models. Before anything starts it is checked that all devices' trials fit.
         stop: stops a trial early, as :class:`Behind` does. It sees the losses of the other trials at the same step, so
             what it stops depends on the order in which trials run. By default all trials run to their end.
+        seconds: how long a whole trial takes, a function of its settings, in any unit. With several devices the longest
+            trial starts first. By default the seconds a step of the trials that have run decide.
         sampler: an ``optuna.Study`` that proposes settings. ``grid`` then has a distribution for each, as
             ``optuna.distributions.FloatDistribution(1e-3, 1e-1, log=True)``, or a list of values. To resume such a
             sweep, give the study a storage that lasts.
@@ -96,7 +100,10 @@ def run(
         check_trial(trial, settings)
     if host is not None:
         check_host_memory(host, len(names) if trials else min(len(names), len(settings)))
-    with Sweep(Kind(trial, steps, Path(out)), settings, names, stop, proposals, Bars.wanted(progress, steps)) as sweep:
+    if seconds is not None and not callable(seconds):
+        raise TypeError(f"Invalid seconds={seconds!r}: must be None or a function of a trial's settings")
+    bars = Bars.wanted(progress, steps)
+    with Sweep(Kind(trial, steps, Path(out)), settings, names, stop, proposals, bars, seconds) as sweep:
         if retry:
             sweep.forget_failures()
         while not sweep.turn():
