@@ -26,6 +26,8 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 GUARD = "a script has to call grass.sweep.run under `if __name__ == '__main__':`"
 """What other processes need, which import the script."""
 
+NOTHING = "it yielded nothing: a trial yields pairs of step and loss"
+
 Pairs = Generator[tuple[int, float], None, None]
 
 
@@ -81,7 +83,7 @@ def follow(pairs: Pairs, journal: Journal, rivals: list[Journal], steps: int, st
     except Ended as ended:
         return ended.record
     if not reached:
-        return {"misuse": "it yielded nothing: a trial yields pairs of step and loss"}
+        return {"misuse": NOTHING}
     if reached < steps:
         return {"end": "error", "message": f"The trial yielded step {reached} last, not {steps}"}
     return {"end": "done"}

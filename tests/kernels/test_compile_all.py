@@ -1,28 +1,68 @@
-"""Every kernel compiles for Hopper, without a GPU: what the interpreter cannot see."""
+"""Every kernel compiles for four GPUs, none of which is here: what the interpreter cannot see."""
 
-import os
-import re
-import subprocess
+from __future__ import annotations
+
 import sys
+from pathlib import Path
 
+import pandas as pd
 import pytest
+import triton
+from triton.backends.compiler import GPUTarget
 
-from .compile_all import CUOBJDUMP
+from .compile_all import CUOBJDUMP, GPUS, Gpu
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "benchmarks" / "kernels_compiled.csv"
+sys.path.append(str(ROOT / "scripts" / "bench"))
+from kernels_compiled import compiled, rows  # noqa: E402
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton comes without NVIDIA's tools on this platform")
-def test_compiles_for_hopper_without_spills(tmp_path) -> None:
-    """In the types of 2 and 4 bytes; float16 takes the registers that bfloat16 takes."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON", "GRASS"))}
-    command = [sys.executable, "-m", "tests.kernels.compile_all", "bfloat16", "float32"]
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    reports = [line for line in result.stdout.splitlines() if "REG=" in line]
-    assert len({line.split()[0] for line in reports}) == 10
-    for line in reports:
-        assert "STACK=0 LOCAL=0" in line, f"registers spill: {line}"
-    assert {line.split()[1].strip("[*") for line in reports} >= {"bf16", "fp32"}
-    product = next(line for line in reports if line.startswith("_transposed_product_kernel"))
-    assert int(re.search(r"WGMMA=(\d+)", product)[1]) > 0, f"not on Hopper's matrix units: {product}"
+@pytest.mark.parametrize("gpu", GPUS)
+def test_compiles_without_spills(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the types of 2 and 4 bytes; float16 takes the registers that bfloat16 takes. The table says what is found."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    report = compiled(gpu)
+    found = rows(gpu, report)
+    assert found.kernel.nunique() == 10
+    assert (found.spilled_bytes == 0).all(), found[found.spilled_bytes > 0]
+    if gpu == "sm_90":
+        (product, *_) = (line for line in report.splitlines() if line.startswith("_transposed_product_kernel"))
+        assert "WGMMA=0" not in product, f"not on Hopper's matrix units: {product}"
+    table = pd.read_csv(TABLE)
+    if (table.triton == triton.__version__).all():
+        known = table[table.gpu == gpu][list(found.columns)].reset_index(drop=True)
+        pd.testing.assert_frame_equal(known, found, rtol=5e-3, check_dtype=False)  # three digits
+
+
+def test_the_table_is_complete() -> None:
+    table = pd.read_csv(TABLE)
+    assert set(table.gpu) == set(GPUS)
+    every = {gpu: set(zip(part.kernel, part.dtype, strict=True)) for gpu, part in table.groupby("gpu")}
+    assert len({frozenset(kernels) for kernels in every.values()}) == 1
+    assert table.kernel.nunique() == 10
+    assert (table.spilled_bytes == 0).all()
+    for row in table.itertuples():
+        least = GPUS[row.gpu].occupancy(row.registers, row.shared_bytes, row.warps)
+        assert row.occupancy >= least - 5e-4, row  # of a layout, not of the largest of each
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "expected"),
+    [
+        (32, 0, 4, 1.0),
+        (33, 0, 4, 12 * 4 / 64),  # 40 registers: 12 warps a part
+        (255, 0, 8, 8 / 64),
+        (32, 60 << 10, 4, 3 * 4 / 64),  # three of 61 KiB in 228 KiB
+        (16, 0, 1, 32 / 64),  # no more than 32 blocks
+    ],
+)
+def test_occupancy_of_an_h100(registers: int, shared: int, warps: int, expected: float) -> None:
+    assert GPUS["sm_90"].occupancy(registers, shared, warps) == expected
+
+
+def test_occupancy_of_one_block_that_fits_and_one_that_does_not() -> None:
+    gpu = Gpu(GPUTarget("cuda", 90, 32), shared=100, reserved=0, parts=4, warps=16, registers=512, unit=8)
+    assert [gpu.occupancy(32, shared, 4) for shared in (100, 101)] == [4 / 64, 0]

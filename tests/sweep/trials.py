@@ -52,6 +52,15 @@ def train_slowly(lr: float, scale: float, *, folder: Path, device: str) -> Itera
         time.sleep(0.1)
 
 
+def train_and_fail_once(lr: float, scale: float, *, folder: Path, device: str) -> Iterator[tuple[int, float]]:
+    """:func:`train`, which one setting interrupts half way, once."""
+    for step, loss in train(lr, scale, folder=folder, device=device):
+        yield step, loss
+        if step == STEPS // 2 and lr == GRID["lr"][0] and not (folder / "failed").exists():
+            (folder / "failed").touch()
+            raise RuntimeError("pretended")
+
+
 def ends(how: str, *, folder: Path, device: str) -> Iterator[tuple[int, float]]:
     """Come to an end as asked for."""
     print(f"this one ends {how}")
