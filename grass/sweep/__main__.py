@@ -19,7 +19,7 @@ from typing import Any
 from grass.command_line import ArgumentParser
 from grass.sweep.bracket import Point, next_points
 from grass.sweep.language import LanguageModel
-from grass.sweep.plot import plot_rates
+from grass.sweep.plot import plot_curves, plot_rates
 from grass.sweep.runner import run
 from grass.sweep.stopping import Behind
 
@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(render(table, best))
     try:
         plot_rates(table, best, args.out / "lr.png")
-        print(f"Picture: {args.out / 'lr.png'}")
+        plot_curves(args.out, args.out / "curves.png")
+        print(f"Pictures: {args.out / 'lr.png'}, {args.out / 'curves.png'}")
     except ImportError as error:
         print(error, file=sys.stderr)
     print(f"\n{trial.lines(best['lr'], best['scale'])}")

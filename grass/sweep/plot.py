@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from grass.extras import optional
+from grass.sweep.journal import Journal
+
+LEGEND = 12
+"""Trials that a legend names at most."""
 
 
 def plot_rates(table: Sequence[dict[str, Any]], best: dict[str, Any], path: Path) -> None:
@@ -39,6 +43,43 @@ def plot_rates(table: Sequence[dict[str, Any]], best: dict[str, Any], path: Path
     axes.set_ylabel("held-out loss")
     axes.legend(title="all other weights")
     figure.savefig(path, dpi=150)
+
+
+def plot_curves(out: Path, path: Path) -> int:
+    """Draw the losses of all trials whose journals are in a folder, over their steps. Returns how many there are.
+
+    Trials that came to their end are drawn on top, the best of them thick; others are grey and end in a cross.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there are no journals with a loss.
+    """
+    optional("matplotlib", path.name)
+    from matplotlib.figure import Figure
+
+    journals = {file.stem.rpartition("-")[0]: Journal(file).read() for file in sorted(out.glob("*.jsonl"))}
+    drawn = {name: journal for name, journal in journals.items() if journal.losses}
+    if not drawn:
+        raise ValueError(f"{out} has no journal of a trial with a loss")
+    last = {name: next(reversed(journal.losses.values())) for name, journal in drawn.items()}
+    done = {name for name, journal in drawn.items() if journal.events and journal.events[-1].get("end") == "done"}
+    best = min(done, key=last.__getitem__, default=None)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name in sorted(drawn, key=lambda name: (name in done, name == best)):
+        steps, losses = list(drawn[name].losses), list(drawn[name].losses.values())
+        if name in done:
+            label = f"{name}: {last[name]:.4g}"
+            axes.plot(steps, losses, marker=".", linewidth=3 if name == best else 1, label=label)
+        else:
+            axes.plot(steps, losses, color="0.7", linewidth=1)
+            axes.plot(steps[-1:], losses[-1:], "x", color="0.5")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    if 0 < len(done) <= LEGEND:
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+    return len(drawn)
 
 
 def _finished(row: dict[str, Any]) -> float:

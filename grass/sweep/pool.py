@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from grass.sweep.board import Board
 from grass.sweep.devices import claim_name
 from grass.sweep.grid import Kind, Place, Settings, described
 from grass.sweep.journal import Journal, Record
@@ -52,9 +53,11 @@ class Sweep:
         stop: StopRule | None = None,
         proposals: Proposals | None = None,
         bars: Bars | None = None,
+        board: Board | None = None,
         seconds: Seconds | None = None,
     ) -> None:
-        self.kind, self.stop, self.proposals, self.bars, self.seconds = kind, stop, proposals, bars, seconds
+        self.kind, self.stop, self.proposals, self.seconds = kind, stop, proposals, seconds
+        self.bars, self.board = bars, board
         self.locks = kind.out / "locks"
         self.locks.mkdir(parents=True, exist_ok=True)
         self.journals: dict[Path, Journal] = {}
@@ -84,8 +87,9 @@ class Sweep:
             running.process.join()
             for lock in running.locks:
                 lock.release()
-        if self.bars:
-            self.bars.close()
+        for display in (self.bars, self.board):
+            if display:
+                display.close()
 
     def turn(self) -> bool:
         """Look after every device once; whether all trials have ended."""
@@ -103,6 +107,8 @@ class Sweep:
         row = self.row(place)
         if self.bars:
             self.bars.show(place, row)
+        if self.board:
+            self.board.show(place, self.journals[place.stem], row)
         if row["end"] and self.proposals:
             self.proposals.tell(place.settings, row["end"], row["loss"])
         return row["end"] is not None

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grass.sweep.board import Board
 from grass.sweep.devices import check_host_memory, checked_devices
 from grass.sweep.grid import Grid, Kind, Trial, check_trial, expanded
 from grass.sweep.order import Seconds
@@ -35,6 +36,7 @@ def run(
     trials: int | None = None,
     retry: bool = False,
     progress: bool | None = None,
+    tensorboard: bool = False,
 ) -> list[dict[str, Any]]:
     """Run a trial for all settings of a grid, each in a process of its own, one on each device at a time.
 
@@ -67,6 +69,7 @@ def run(
         trials: how many trials the study shall have, with ``sampler``.
         retry: run trials again that ended in an error or out of memory.
         progress: one line for each trial, with tqdm; by default if tqdm is installed and stderr is a terminal.
+        tensorboard: write the curves, and the table for the tab of hyperparameters, to ``out/tensorboard``.
 
     Returns:
         one record for each trial, in the order of the grid or of the study: the settings, ``end``, ``step`` and
@@ -102,8 +105,8 @@ def run(
         check_host_memory(host, len(names) if trials else min(len(names), len(settings)))
     if seconds is not None and not callable(seconds):
         raise TypeError(f"Invalid seconds={seconds!r}: must be None or a function of a trial's settings")
-    bars = Bars.wanted(progress, steps)
-    with Sweep(Kind(trial, steps, Path(out)), settings, names, stop, proposals, bars, seconds) as sweep:
+    bars, board = Bars.wanted(progress, steps), Board(Path(out) / "tensorboard") if tensorboard else None
+    with Sweep(Kind(trial, steps, Path(out)), settings, names, stop, proposals, bars, board, seconds) as sweep:
         if retry:
             sweep.forget_failures()
         while not sweep.turn():

@@ -20,7 +20,8 @@ from pathlib import Path
 import pandas as pd
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "scripts"), str(ROOT)]
+sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT))
 import triton
 from provenance import write
 
