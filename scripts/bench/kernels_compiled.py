@@ -19,15 +19,15 @@ from pathlib import Path
 
 import pandas as pd
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts"))
-sys.path.append(str(ROOT))
+sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 import triton
 from provenance import write
 
 from grass.command_line import ArgumentParser
 from tests.kernels.compile_all import GPUS
 
+ROOT = Path(__file__).parents[2]
 DTYPES = ("bfloat16", "float32")
 
 
