@@ -53,7 +53,7 @@ def for_ray(trial: Trial) -> Callable[[dict[str, Any]], None]:
                 raise ValueError(f"The trial {described(trial)} cannot be run: {misuse}") from ended
             raise ended.__cause__ or ended from None
 
-    del trainable.__wrapped__  # type: ignore[attr-defined]  # Ray reads the signature
+    del trainable.__wrapped__  # Ray reads the signature
     return trainable
 
 
