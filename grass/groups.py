@@ -9,7 +9,7 @@ from torch import nn
 
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.unconvertible import adapters
-from grass.optimizer import GrassAdamW
+from grass.optimizer import GrassAdamW, NamedByModel
 from grass.targets import Targets, matched_experts, matched_modules, names_match, report_coverage
 
 __all__ = ["matched_modules", "param_groups"]
@@ -30,7 +30,7 @@ def param_groups(
     the adapters of PEFT go to the second group. What of the groups shall not decay makes groups of its own, which come
     last. One line reports the share of the parameters that is projected and the weights that are
     not: on the logger ``grass``, or on stderr if logging is not configured. The
-    matched names are in ``optimizer.param_groups[0]["param_names"]``.
+    matched names are in ``optimizer.param_groups[0]["param_names"]``. Groups without names may be added later.
 
     Args:
         model: any module; linear layers are ``nn.Linear`` and Hugging Face's ``Conv1D``.
@@ -85,4 +85,4 @@ def _split_by_decay(groups: list[dict[str, Any]], no_decay: Targets) -> list[dic
         raise ValueError(
             f"{no_decay=} matches no parameter; some are: {', '.join(n for n, _ in groups[0]['params'][:8])}"
         )
-    return [group for group in [*groups, *without] if group["params"]]
+    return [{**group, "params": NamedByModel(group["params"])} for group in [*groups, *without] if group["params"]]

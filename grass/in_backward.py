@@ -34,31 +34,31 @@ STOPPED = (
 """Why a parameter got a second gradient."""
 
 
-def step_in_backward(optimizer: GrassAdamW, *, clip: float | None = None) -> InBackward:
+def step_in_backward(optimizer: GrassAdamW, *, max_norm: float | None = None) -> InBackward:
     """Step each parameter inside ``backward()`` as soon as its gradient is complete, then free the gradient.
 
     The training loop does not change: ``backward()``, ``optimizer.step()``, scheduler, ``zero_grad()``.
-    ``optimizer.step()`` ends the step. It also steps parameters whose gradient was set by hand. Without ``clip`` the
-    weights and the state equal those of the ordinary loop bit for bit, and so do resumed runs. Set the learning rate
-    before ``backward()``.
+    ``optimizer.step()`` ends the step. It also steps parameters whose gradient was set by hand. Without ``max_norm``
+    the weights and the state equal those of the ordinary loop bit for bit, and so do resumed runs. Set the learning
+    rate before ``backward()``.
 
-    ``clip_grad_norm_`` finds no gradients, and the norm of the whole gradient is known too late. Therefore ``clip``
-    limits each parameter separately: a gradient whose own norm exceeds ``clip`` is scaled down to it, as by
-    ``clip_grad_norm_([parameter], clip)``. The norm of the whole gradient may then exceed ``clip``.
+    ``clip_grad_norm_`` finds no gradients, and the norm of the whole gradient is known too late. Therefore ``max_norm``
+    limits each parameter separately: a gradient whose own norm exceeds ``max_norm`` is scaled down to it, as by
+    ``clip_grad_norm_([parameter], max_norm)``. The norm of the whole gradient may then exceed ``max_norm``.
 
     Two backward passes before ``optimizer.step()`` must not reach the same parameter, so gradients cannot be
     accumulated. A parameter that several checkpointed segments share needs ``use_reentrant=False``.
 
     Args:
         optimizer: a :class:`grass.GrassAdamW` in dense mode, or at full rank, on one process.
-        clip: largest norm of each parameter's gradient. ``math.inf`` does not clip but measures
+        max_norm: largest norm of each parameter's gradient. ``math.inf`` does not clip but measures
             :attr:`InBackward.grad_norm`; ``None`` does neither.
 
     Returns:
-        The handle, whose ``remove()`` restores ordinary steps.
+        The handle, whose ``close()`` restores ordinary steps.
 
     Errors:
-        ``TypeError`` for another optimizer. ``ValueError`` for a ``clip`` out of range, converted layers (compact
+        ``TypeError`` for another optimizer. ``ValueError`` for a ``max_norm`` out of range, converted layers (compact
         mode), sharded parameters (FSDP, tensor parallelism), more than one process, and parameters that another
         optimizer steps in backward. During training ``RuntimeError``: in a second backward pass that reaches a stepped
         parameter; in ``optimizer.step`` for a closure and for ``GradScaler``, whose scale is not known in backward (the
@@ -71,22 +71,22 @@ def step_in_backward(optimizer: GrassAdamW, *, clip: float | None = None) -> InB
     """
     if not isinstance(optimizer, GrassAdamW):
         raise TypeError(f"optimizer must be a grass.GrassAdamW, got {type(optimizer).__name__}")
-    if clip is not None and not isinstance(clip, (int, float)):
-        raise TypeError(f"Invalid {clip=}: must be a number > 0 or None")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"Invalid {clip=}: must be a number > 0 or None")
+    if max_norm is not None and not isinstance(max_norm, (int, float)):
+        raise TypeError(f"Invalid {max_norm=}: must be a number > 0 or None")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"Invalid {max_norm=}: must be a number > 0 or None")
     if optimizer.in_backward is not None:
-        raise ValueError("This optimizer steps in backward already: call remove() of its handle first")
-    return InBackward(optimizer, clip)
+        raise ValueError("This optimizer steps in backward already: call close() of its handle first")
+    return InBackward(optimizer, max_norm)
 
 
 class InBackward:
     """The handle that :func:`step_in_backward` returns; the optimizer holds it too."""
 
-    def __init__(self, optimizer: GrassAdamW, clip: float | None) -> None:
+    def __init__(self, optimizer: GrassAdamW, max_norm: float | None) -> None:
         _check_supported(optimizer)
         self._optimizer = weakref.ref(optimizer)
-        self._clip = clip
+        self._max_norm = max_norm
         self._hook = _hook_of(self)
         self._registered: dict[Tensor, RemovableHandle] = {}
         self._places: dict[Tensor, tuple[dict[str, Any], int]] = {}
@@ -99,10 +99,10 @@ class InBackward:
 
     @property
     def grad_norm(self) -> Tensor:
-        """The norm of the whole gradient in the last backward pass, before clipping; zero with ``clip=None``."""
+        """The norm of the whole gradient in the last backward pass, before clipping; zero with ``max_norm=None``."""
         return get_total_norm(self._norms)
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Step in ``optimizer.step()`` again. Call it between two steps.
 
         Raises:
@@ -111,12 +111,14 @@ class InBackward:
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.in_backward is self:
             if optimizer._going_on is not None:
-                raise RuntimeError("A step has begun in backward: call optimizer.step() before remove()")
+                raise RuntimeError("A step has begun in backward: call optimizer.step() before close()")
             optimizer.in_backward = None
             set_steps_with_scaler(optimizer, False)
         for hook in self._registered.values():
             hook.remove()
         self._registered.clear()
+
+    remove = close  # the earlier name, for one release
 
     def take(self, p: Tensor) -> None:
         """Step a parameter by its gradient and free the gradient."""
@@ -135,8 +137,8 @@ class InBackward:
                     f"{name} got a gradient again before optimizer.step(), but backward has stepped it: {why}"
                 )
             check_gradient(p, group)
-            if self._clip is not None:
-                self._norms.append(clip_grad_norm_([p], self._clip))
+            if self._max_norm is not None:
+                self._norms.append(clip_grad_norm_([p], self._max_norm))
             if optimizer._lost.noting:
                 optimizer._lost.note(p, group, whole.layers)
             whole.advance(group, [(position, p)])
@@ -230,7 +232,7 @@ def _check_free(p: Tensor) -> None:
     for hook in gradient_hooks(p):
         if isinstance(getattr(hook, "handle", lambda: None)(), InBackward):
             raise ValueError(
-                f"A parameter of shape {tuple(p.shape)} is stepped in backward by another optimizer: call remove() of "
+                f"A parameter of shape {tuple(p.shape)} is stepped in backward by another optimizer: call close() of "
                 "that handle first"
             )
 

@@ -42,6 +42,10 @@ class StepsInBackward(Protocol):
         """Step the parameters that still have a gradient."""
 
 
+class NamedByModel(list[tuple[str, nn.Parameter]]):
+    """Named parameters whose names Grass has looked up: groups without names may follow."""
+
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 ParamsT = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -233,6 +237,7 @@ class GrassAdamW(Optimizer):
         """Add a group after checking its values and tensors."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
+        self._named_by_model |= isinstance(param_group.get("params"), NamedByModel)
         group = as_plain(param_group)
         if not isinstance(group["params"], (Tensor, set)):  # torch refuses sets, which have no order
             group["params"] = list(group["params"])

@@ -114,7 +114,7 @@ def build(
         shard_blocks(model)
     built = build_optimizer(model, optimizer)
     if args.stream:
-        stays = {"offload_activations": args.host_activations, "path": args.offload_path}
+        stays = {"offload_activations": args.host_activations, "offload": grass.Offload(path=args.offload_path)}
         model.streamed = grass.stream(model, device, cache=args.cache, **stays)  # type: ignore[assignment]
     return model, built
 

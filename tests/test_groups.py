@@ -222,3 +222,17 @@ def test_a_target_that_matches_nothing_is_named_beside_one_that_does(tiny_llama,
     ):
         with pytest.raises(ValueError, match=f"'{re.escape(target)}' in targets=.* matches no linear layer"):
             call(tiny_llama(), targets=["q_proj", target])
+
+
+def test_groups_without_names_may_follow() -> None:
+    """Torch wants names in all groups or in none, which holds for names that the user has given."""
+    model, head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), nn.Linear(4, 2)
+    optimizer = grass.GrassAdamW(grass.param_groups(model, 0.5, targets="all-linear"), lr=0.1)
+    optimizer.add_param_group({"params": list(head.parameters())})
+    assert optimizer.param_groups[0]["param_names"] == ["0.weight", "1.weight"]
+    before = head.weight.detach().clone()
+    head(model(torch.randn(4, 8))).square().sum().backward()
+    optimizer.step()
+    assert (head.weight != before).all()
+    with pytest.raises(ValueError, match="param"):
+        grass.GrassAdamW(model.named_parameters()).add_param_group({"params": list(head.parameters())})

@@ -172,7 +172,7 @@ def test_resume(before: str, saved: int, policy: str) -> None:
 
 def test_clip_limits_each_parameter() -> None:
     ordinary, ours = build(), build()
-    handle, norms = step_in_backward(ours[1], clip=0.05), []
+    handle, norms = step_in_backward(ours[1], max_norm=0.05), []
 
     def clip_each() -> None:
         gradients = [p.grad for p in ordinary[0].parameters() if p.grad is not None]
@@ -190,7 +190,7 @@ def test_clip_limits_each_parameter() -> None:
 
 def test_an_infinite_clip_only_measures() -> None:
     ordinary, ours = build(), build()
-    handle = step_in_backward(ours[1], clip=math.inf)
+    handle = step_in_backward(ours[1], max_norm=math.inf)
     train(*ordinary, batches())
     train(*ours, batches())
     assert_same(ours, ordinary)
@@ -214,7 +214,7 @@ def test_one_gradient_at_a_time() -> None:
     assert len(most) > STEPS
     assert max(most) == 1
     seen.clear()
-    optimizer.in_backward.remove()
+    optimizer.in_backward.close()
     train(model, optimizer, batches(1))
     assert max(most) > 5, "the ordinary loop holds all"
 
@@ -361,15 +361,15 @@ def test_gradients_set_by_hand() -> None:
     trained_both_ways(build, loss=loss)
 
 
-def test_remove() -> None:
+def test_close() -> None:
     ordinary, ours = build(), build()
     handle = step_in_backward(ours[1])
     train(*ours, batches()[:4])
     loss_of(ours[0], batches()[4]).backward()
-    with pytest.raises(RuntimeError, match=r"call optimizer\.step\(\) before remove\(\)"):
-        handle.remove()
+    with pytest.raises(RuntimeError, match=r"call optimizer\.step\(\) before close\(\)"):
+        handle.close()
     ours[1].step()
-    handle.remove()
+    handle.close()
     assert not hasattr(ours[1], "_step_supports_amp_scaling")
     ours[1].param_groups[0]["lr"] *= 0.9
     ours[1].param_groups[1]["lr"] *= 0.9
@@ -485,16 +485,16 @@ def converted() -> GrassAdamW:
     ("make", "clip", "error", "message"),
     [
         (lambda: torch.optim.AdamW(Network().parameters()), None, TypeError, r"grass\.GrassAdamW, got AdamW"),
-        (lambda: build()[1], 0.0, ValueError, r"Invalid clip=0\.0: must be a number > 0 or None"),
-        (lambda: build()[1], math.nan, ValueError, "Invalid clip=nan"),
-        (lambda: build()[1], "1", TypeError, "Invalid clip='1'"),
+        (lambda: build()[1], 0.0, ValueError, r"Invalid max_norm=0\.0: must be a number > 0 or None"),
+        (lambda: build()[1], math.nan, ValueError, "Invalid max_norm=nan"),
+        (lambda: build()[1], "1", TypeError, "Invalid max_norm='1'"),
         (converted, None, ValueError, "takes dense mode, but 3 layers were converted"),
     ],
     ids=["AdamW", "0", "nan", "text", "compact"],
 )
 def test_what_it_does_not_take(make, clip, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        step_in_backward(make(), clip=clip)
+        step_in_backward(make(), max_norm=clip)
 
 
 def test_one_optimizer_for_each_parameter() -> None:
@@ -505,7 +505,7 @@ def test_one_optimizer_for_each_parameter() -> None:
     second = GrassAdamW([model.norm.weight])
     with pytest.raises(ValueError, match=r"shape \(32,\) is stepped in backward by another optimizer"):
         step_in_backward(second)
-    first.remove()
+    first.close()
     step_in_backward(second)
 
 

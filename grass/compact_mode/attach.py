@@ -136,13 +136,15 @@ class Attachment:
         )
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
-    def detach(self) -> None:
-        """Remove the hooks from the optimizer."""
+    def close(self) -> None:
+        """Let the optimizer train without Grass again: undo :func:`attach`."""
         for hook in self._hooks:
             hook.remove()
         for layer in self.layers.values():
             layer.owner = None
         del self.optimizer.writes_back_active_rows  # type: ignore[attr-defined]
+
+    detach = close  # the earlier name, for one release
 
     def state_dict(self) -> dict[str, State]:
         """Selections and their ages by layer name, as tensors and plain numbers."""

@@ -32,8 +32,8 @@ logger = logging.getLogger("grass")
 
 def compact(
     model: nn.Module,
-    *,
     rank: int | float,
+    *,
     explore: int | float | None = None,
     dim: int = 1,
     targets: Targets = None,

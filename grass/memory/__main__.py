@@ -2,7 +2,7 @@ r"""What training a model takes, by category and method, and what fits a GPU.
 
     python -m grass.memory --model 13b --rank 256 --seq 2048 --batch 1 --gpu 40GB
     python -m grass.memory --model 7b --rank 0.05 --lora-rank 64
-    python -m grass.memory --model Qwen/Qwen2.5-7B --moments 8bit --gpu 24GiB
+    python -m grass.memory --model Qwen/Qwen2.5-7B --moment-dtype 8bit --gpu 24GiB
     python -m grass.memory --model 13b --offload --machine machine.json --gpu 40GB
     python -m grass.memory --model 13b --offload-path /fast/disk
     python -m grass.memory --model 70b --stream --gpu 24GB --host 192GB
@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             lora_rank=args.lora_rank,
             selection=args.selection,
             dim=args.dim,
-            policy=args.policy,
-            moments=args.moments,
+            state_policy=args.state_policy,
+            moment_dtype=args.moment_dtype,
             bank_dtype=getattr(torch, args.bank_dtype),
             dtype=getattr(torch, args.dtype),
             active_dtype=getattr(torch, args.active_dtype),
@@ -108,8 +108,8 @@ def argument_parser() -> ArgumentParser:
     )
     add("--batch", dest="batch_size", type=int, metavar="SEQUENCES", help="per forward; default: 1")
     add("--dim", type=int, choices=(0, 1), default=1, help="select rows or columns")
-    add("--policy", choices=tuple(POLICIES), default="keep", help="moments at a refresh")
-    add("--moments", choices=tuple(MOMENTS), default="float32", help="of Grass")
+    add("--state-policy", "--policy", choices=tuple(POLICIES), default="keep", help="moments at a refresh")
+    add("--moment-dtype", "--moments", choices=tuple(MOMENTS), default="float32", help="of Grass")
     add("--bank-dtype", choices=("float32", "bfloat16"), default="float32", help="of the bank in host memory")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and arithmetic")
     add("--active-dtype", choices=DTYPES, default="float32", help="of active rows and adapters")

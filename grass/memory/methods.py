@@ -208,8 +208,8 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
     saved = round(sum((r + q) * share for (r, q, _), share in zip(every, used, strict=True)))
     with_state, rows = sum(r * width for r, _, width in every), sum((r + q) * width for r, q, width in every)
     dense = layers * model.vectors + model.ends
-    per_index = 8 if setting.policy == "reset" else 12  # the index, and a step count of each row's own
-    moments = layers * (2 * with_state * MOMENTS[setting.moments] + per_index * selected) + 2 * dense * e
+    per_index = 8 if setting.state_policy == "reset" else 12  # the index, and a step count of each row's own
+    moments = layers * (2 * with_state * MOMENTS[setting.moment_dtype] + per_index * selected) + 2 * dense * e
     if not setting.offload:
         moments += (4 + 2 * (4 - e)) * _with_master(model.whole(linears=False), setting)
     selectable = sum(linear.experts * linear.size(dim) for linear in model.linears)
@@ -223,7 +223,7 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
         layer_gradients=rows * active_e + model.vectors * e,
         end_gradients=model.ends * e,
         moments=round(moments),
-        bank=bank if setting.policy == "bank" else 0,
+        bank=bank if setting.state_policy == "bank" else 0,
         traced=frozen,
         layer_saved=frozen.block + setting.tokens * saved * e if dim == 1 else whole,
         step_workspace=max((12 * r + rounding * q) * width for r, q, width in every),

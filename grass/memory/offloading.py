@@ -90,12 +90,12 @@ def _active(linear: Linear, setting: Setting, codes: bool) -> Stepped:
 def _state(r: int, size: int, width: int, setting: Setting) -> Iterator[int]:
     """Bytes of each tensor of the state of ``r`` selected rows of a weight that has ``size`` of them."""
     yield 8 * r  # indices
-    yield 0 if setting.policy == "reset" else 4 * r  # their ages
+    yield 0 if setting.state_policy == "reset" else 4 * r  # their ages
     for _ in range(2):
-        yield r * width * int(MOMENTS[setting.moments])
-        yield SCALE_BYTES * ceil(r * width / BLOCK) if setting.moments == "8bit" else 0
-        yield size * width * setting.bank_dtype.itemsize if setting.policy == "bank" else 0
-    yield 4 * size if setting.policy == "bank" else 0  # ages in the bank
+        yield r * width * int(MOMENTS[setting.moment_dtype])
+        yield SCALE_BYTES * ceil(r * width / BLOCK) if setting.moment_dtype == "8bit" else 0
+        yield size * width * setting.bank_dtype.itemsize if setting.state_policy == "bank" else 0
+    yield 4 * size if setting.state_policy == "bank" else 0  # ages in the bank
 
 
 def _elements(part: Linear | int) -> int:

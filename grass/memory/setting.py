@@ -29,8 +29,8 @@ class Setting:
             at most those that are left.
         selection: Grass's rule. One that reads gradient norms needs steps that gather a sketch.
         dim: Grass selects rows (0) or columns (1).
-        policy: Grass's moments at a refresh: ``"reset"``, ``"keep"`` or ``"bank"``.
-        moments: precision of Grass's moments of selected rows, one of :data:`MOMENTS`.
+        state_policy: Grass's moments at a refresh: ``"reset"``, ``"keep"`` or ``"bank"``.
+        moment_dtype: precision of Grass's moments of selected rows, one of :data:`MOMENTS`.
         bank_dtype: precision of the bank in host memory.
         dtype: of the weights, of arithmetic, and of what AdamW and GaLore hold.
         active_dtype: of Grass's active rows, and of LoRA's adapters and their moments.
@@ -54,8 +54,8 @@ class Setting:
     explore: int | float | None = None
     selection: str = "uniform"
     dim: int = 1
-    policy: str = "keep"
-    moments: str = "float32"
+    state_policy: str = "keep"
+    moment_dtype: str = "float32"
     bank_dtype: torch.dtype = torch.float32
     dtype: torch.dtype = torch.bfloat16
     active_dtype: torch.dtype = torch.float32
@@ -76,11 +76,11 @@ class Setting:
         check_value("rank", self.rank)
         check_value("explore", self.explore)
         check_rule(self.selection, False)
-        check_value("state_policy", self.policy)
+        check_value("state_policy", self.state_policy)
         if self.rank is None or self.dim not in (0, 1):
             raise ValueError(f"Invalid rank={self.rank} or dim={self.dim!r}: must be a rank, and 0 or 1")
-        if self.moments not in MOMENTS:
-            raise ValueError(f"Invalid moments={self.moments!r}: must be one of {', '.join(MOMENTS)}")
+        if self.moment_dtype not in MOMENTS:
+            raise ValueError(f"Invalid moment_dtype={self.moment_dtype!r}: must be one of {', '.join(MOMENTS)}")
         for name, least in (
             ("lora_rank", 1),
             ("batch_size", 1),

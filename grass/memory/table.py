@@ -129,7 +129,8 @@ def _heading(name: str, model: Architecture, setting: Setting, gpu: int | None) 
     parts = [
         f"{name}: {model.parameters / 1e9:,.2f} billion parameters, {model.layers} layers",
         f"rank {setting.rank}, dim {setting.dim}, batch {setting.batch_size}, sequence {setting.seq_len}, {loss}",
-        f"Grass: {explored}, selection {setting.selection}, policy {setting.policy}, moments {setting.moments}",
+        f"Grass: {explored}, selection {setting.selection}, policy {setting.state_policy}, "
+        f"moments {setting.moment_dtype}",
         f"weights {_dtype(setting.dtype)}, active rows and adapters {_dtype(setting.active_dtype)}, "
         f"rank of adapters {setting.lora_rank}",
     ]

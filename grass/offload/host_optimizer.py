@@ -241,7 +241,7 @@ class HostOptimizer:
     def link(self, device: torch.device) -> Link:
         """The link to a device."""
         if device not in self._links:
-            self._links[device] = Link(device, bytes_per_second=self.options.bytes_per_second)
+            self._links[device] = Link(device, bytes_per_second=self.options._bytes_per_second)
         return self._links[device]
 
     def plan(self, fraction: float) -> list[Task]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -36,8 +36,6 @@ class Offload:
             does, which has masters of small ones only (:mod:`grass.state.master`).
         overlap: return from ``optimizer.step()`` before the host has finished; ``False`` waits.
         deadline: seconds after which a copy or an update that has not ended is an error.
-        bytes_per_second: for devices that are the CPU itself: slows copies down to this rate in each direction, so that
-            a machine without an accelerator can show what overlaps. ``None``: as fast as it goes.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -52,7 +50,8 @@ class Offload:
     masters: bool = False
     overlap: bool = True
     deadline: float = 600.0
-    bytes_per_second: float | None = None
+    _bytes_per_second: float | None = field(default=None, repr=False)
+    """For benchmarks on a CPU: slows copies down to this rate in each direction, to show what overlaps."""
 
     def __post_init__(self) -> None:
         for name in ("masters", "overlap"):
@@ -70,8 +69,8 @@ class Offload:
         if self.path is not None and not os.fspath(self.path):
             raise ValueError(f"Invalid path={self.path!r}: must name a directory")
         self._check("deadline", "a finite number > 0", lambda v: 0 < v < math.inf)
-        if self.bytes_per_second is not None:
-            self._check("bytes_per_second", "a finite number > 0 or None", lambda v: 0 < v < math.inf)
+        if self._bytes_per_second is not None:
+            self._check("_bytes_per_second", "a finite number > 0 or None", lambda v: 0 < v < math.inf)
 
     def _check(self, name: str, words: str, holds: Callable[[Any], bool], *types: type) -> None:
         value = getattr(self, name)

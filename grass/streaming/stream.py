@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -37,9 +36,7 @@ def stream(
     cache: int | str = 0,
     units: Sequence[str] | None = None,
     offload_activations: bool = False,
-    path: str | os.PathLike[str] | None = None,
-    bytes_per_second: float | None = None,
-    deadline: float = 600.0,
+    offload: Offload | str | None = None,
 ) -> Stream:
     """Keep a model's units on the host, and bring each to the device while it computes.
 
@@ -62,12 +59,11 @@ def stream(
         units: names of modules, or of lists of modules whose items are units. Default: the outermost lists that hold
             at least an eighth of the parameters each.
         offload_activations: keep the inputs of units on the host between forward and backward.
-        path: a directory, on a fast disk, for memory-mapped files that the frozen tensors of units lie in; they leave
-            host memory. A step writes there only where rows are explored (``explore=0``: none are), where weights are
+        offload: of its fields ``path`` and ``deadline`` matter here; the optimizer may get the same one. ``path`` is a
+            directory, on a fast disk, for memory-mapped files that the frozen tensors of units lie in; they leave host
+            memory. A step writes there only where rows are explored (``explore=0``: none are), where weights are
             int8 codes, or where all rows decay; otherwise a refresh does, and whatever reads the weights on the host,
             such as ``state_dict()``. The files go with the stream.
-        bytes_per_second: slows copies down to this rate; only with ``device="cpu"``, to see what overlaps.
-        deadline: seconds after which a copy that has not ended is an error.
 
     Returns:
         A handle with counts of what was copied, and :meth:`Stream.close`.
@@ -76,21 +72,21 @@ def stream(
         TypeError: an argument has the wrong type.
         ValueError: the model is not on the CPU or is streamed already, no units are found, a name in ``units`` is
             wrong, or a number is out of range.
-        OSError: the disk of ``path`` has not enough space; nothing was written.
+        OSError: the disk of ``offload.path`` has not enough space; nothing was written.
         MemoryError: the host has not enough memory for the gradients.
         RuntimeError: while training: a copy has failed or takes longer than the deadline.
     """
     _check(model, cache, offload_activations)
-    Offload(path=path, bytes_per_second=bytes_per_second, deadline=deadline)  # checks them
-    device, storage = _device(device), HostStorage(path)
+    options = Offload.of(offload) or Offload()
+    device, storage = _device(device), HostStorage(options.path)
     found = find_units(model, units)
     shared = _shared(model, list(found.values()))
     if compiled := [name for name, unit in found.items() if has_compiled_call(unit)]:
         raise ValueError(f"{compiled[0]!r} is compiled: call its compile() after grass.stream()")
     hosts = [HostBlock(name, module, shared) for name, module in found.items()]
-    link = Link(device, bytes_per_second=bytes_per_second)
-    executor = Executor(("up", "down"), deadline=deadline)
-    _check_room(hosts, storage, in_files=path is not None)
+    link = Link(device, bytes_per_second=options._bytes_per_second)
+    executor = Executor(("up", "down"), deadline=options.deadline)
+    _check_room(hosts, storage, in_files=options.path is not None)
     _move_others(model, hosts, link.device)
     if cache == "auto":
         cache = int(SPARE * free_bytes(link.device)) if has_streams(link.device) else 0
@@ -99,7 +95,7 @@ def stream(
     micro_batches = MicroBatches()
     activations = HostActivations(link, executor) if offload_activations else None
     for number, unit in enumerate(hosts):
-        if path is not None:
+        if options.path is not None:
             unit.put_into_files(storage)
         if has_streams(link.device):
             unit.pin()

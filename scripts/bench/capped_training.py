@@ -65,7 +65,7 @@ def run(case: Case, seq_len: int, device: str) -> dict[str, object]:
         torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(0).total_memory)
         torch.cuda.reset_peak_memory_stats()
     batches = load_data(DataConfig(batch_size=1, seq_len=seq_len)).train
-    setting = Setting(rank=case.rank, seq_len=seq_len, policy="keep", moments=case.moments)
+    setting = Setting(rank=case.rank, seq_len=seq_len, state_policy="keep", moment_dtype=case.moments)
     config = llama_config(case.model, vocab_size=32_000, max_seq_len=seq_len)
     begin = time.perf_counter()
     losses = train(case, config, setting, batches, device)
@@ -97,7 +97,7 @@ def train(case: Case, config: object, setting: Setting, batches: Batches, device
         active_dtype="float32",
         weights=case.weights,
         moment_dtype=case.moments,
-        state_policy=setting.policy,
+        state_policy=setting.state_policy,
         selection=setting.selection,
         update_interval=REFRESH_EVERY,
     )

@@ -149,10 +149,10 @@ def balanced(base: nn.Module, method: str, tokens: Tensor, repeats: int) -> list
     times = {length: computing(probe, tokens[:, :length]) for length in LENGTHS if length <= tokens.shape[1]}
     length = min(times, key=lambda tried: abs(times[tried] - update_s))
     compute_s, rate = times[length], moved / update_s
-    link = grass.Offload(bytes_per_second=rate)
+    link = grass.Offload(_bytes_per_second=rate)
     racers = {
         "resident": Racer(base, method, None),
-        "synchronous": Racer(base, method, grass.Offload(bytes_per_second=rate, overlap=False), synchronous),
+        "synchronous": Racer(base, method, grass.Offload(_bytes_per_second=rate, overlap=False), synchronous),
         "overlapped": Racer(base, method, link),
     }
     median = race(racers, tokens[:, :length], repeats)
@@ -176,7 +176,7 @@ def link_bound(base: nn.Module, ids: Tensor, repeats: int) -> list[dict[str, obj
     """All methods over one slow link."""
     compute_s = computing(Racer(base, "AdamW", None), ids)
     rate = updating(base, "AdamW", ids)[1] / (LINK_BOUND * compute_s)
-    racers = {name: Racer(base, name, grass.Offload(bytes_per_second=rate)) for name in METHODS}
+    racers = {name: Racer(base, name, grass.Offload(_bytes_per_second=rate)) for name in METHODS}
     median = race(racers, ids, repeats)
     return [
         {
@@ -195,7 +195,7 @@ def fractions(base: nn.Module, ids: Tensor, repeats: int) -> list[dict[str, obje
     """Measured against simulated time of a step's tasks, by the share that the device steps."""
     update_s, moved = updating(base, FRACTIONS_OF, ids)
     rate = moved / 2 / update_s
-    racers = {f: Racer(base, FRACTIONS_OF, grass.Offload(fraction=f, bytes_per_second=rate)) for f in FRACTIONS}
+    racers = {f: Racer(base, FRACTIONS_OF, grass.Offload(fraction=f, _bytes_per_second=rate)) for f in FRACTIONS}
     amounts, seconds = dict.fromkeys(RESOURCES, 0.0), dict.fromkeys(RESOURCES, 0.0)
     for racer in racers.values():
         racer.step(ids)

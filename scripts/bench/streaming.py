@@ -61,7 +61,9 @@ class Racer:
         if rate is None:
             enable_checkpointing(self.model)
         else:
-            self.stream = grass.stream(self.model, device="cpu", bytes_per_second=rate, **stream)
+            self.stream = grass.stream(
+                self.model, device="cpu", offload=grass.Offload(_bytes_per_second=rate), **stream
+            )
         self.seconds: list[float] = []
         self.copied = 0
 

@@ -53,7 +53,7 @@ def _lora(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
 
 def _dense(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
     groups = grass.param_groups(model, rank=setting.rank)
-    return grass.GrassAdamW(groups, dim=setting.dim, state_policy=setting.policy, update_interval=interval)
+    return grass.GrassAdamW(groups, dim=setting.dim, state_policy=setting.state_policy, update_interval=interval)
 
 
 def _in_backward(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
@@ -74,8 +74,8 @@ def _grass(model: nn.Module, setting: Setting, interval: int, weights: str | Non
     return grass.GrassAdamW(
         model,
         selection=setting.selection,
-        state_policy=setting.policy,
-        moment_dtype=setting.moments,
+        state_policy=setting.state_policy,
+        moment_dtype=setting.moment_dtype,
         update_interval=interval,
     )
 

@@ -42,7 +42,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
         selection=args.selection,
         dim=args.dim,
         policy=args.state_policy,
-        moments=args.moment_dtype,
+        moment_dtype=args.moment_dtype,
         active_dtype=getattr(torch, args.active_dtype or "float32"),
         batch_size=args.batch_size,
         seq_len=args.seq_len,

@@ -149,7 +149,7 @@ def test_detach() -> None:
     """Afterwards the optimizer would no longer reach the weights, so it is refused; it may be attached anew."""
     model, optimizer, attachment = attached(OPTIMIZERS["AdamW"])
     train(model, optimizer, batches(1))
-    attachment.detach()
+    attachment.close()
     with pytest.raises(RuntimeError, match=r"grass\.attach"):
         train(model, optimizer, batches(1))
     grass.attach(optimizer, model)
@@ -281,3 +281,18 @@ def test_decoupled_decay_of_explored_rows(make: Make, strength: float) -> None:
     optimizer.step()
     expected = before[:, explored] * (1 - strength * 9 / 4)
     torch.testing.assert_close(layer.weight[:, explored], expected)
+
+
+def test_handles_are_closed_by_one_word() -> None:
+    """The earlier names still work."""
+    for kind, earlier in ((grass.Attachment, "detach"), (grass.in_backward.InBackward, "remove")):
+        assert getattr(kind, earlier) is kind.close
+    assert callable(grass.Stream.close)
+    assert callable(grass.diagnostics.SelectionHistory.close)
+
+
+def test_rank_may_be_positional() -> None:
+    named, positional = (torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(2))
+    grass.compact(named, rank=0.25)
+    grass.compact(positional, 0.25)
+    assert named[0].active.shape == positional[0].active.shape

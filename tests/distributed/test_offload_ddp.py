@@ -21,7 +21,7 @@ RULES: list[dict[str, Any]] = [
     {"build": dense, "selection": "multinomial_norm", "state_policy": "bank", "dim": 1},
     {"build": dense, "selection": "top_r", "state_policy": "keep", "explore": 1.0},
 ]
-SLOW = Offload(bytes_per_second=1e6)
+SLOW = Offload(_bytes_per_second=1e6)
 
 
 def built(offload: Offload | None, **rule: Any) -> tuple[nn.Module, GrassAdamW]:

@@ -26,7 +26,7 @@ RULES: list[dict[str, Any]] = [
     {"selection": "multinomial_norm", "state_policy": "bank", "dim": 1},
     {"selection": "top_r", "state_policy": "reset", "dim": 1, "active": torch.float32},
 ]
-SLOW = Offload(bytes_per_second=2e5)
+SLOW = Offload(_bytes_per_second=2e5)
 
 
 def everything(model: nn.Module, optimizer: GrassAdamW) -> dict[str, Tensor]:

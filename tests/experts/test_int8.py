@@ -86,6 +86,6 @@ def test_offload_and_streaming(way: str, tmp_path: Path) -> None:
     expected = train(model, optimizer, 6)
     other, by = converted(offload="cpu")
     if way != "offload":
-        grass.stream(other, device="cpu", units=[""], path=tmp_path if way == "files" else None)
+        grass.stream(other, device="cpu", units=[""], offload=grass.Offload(path=tmp_path if way == "files" else None))
     assert train(other, by, 6) == expected
     assert same(other.state_dict(), model.state_dict())

@@ -112,8 +112,8 @@ class Loop:
         self.stream: Any = None
         if case.stream is not None:
             self.directory = tempfile.TemporaryDirectory() if case.files else None
-            path = {} if self.directory is None else {"path": self.directory.name}
-            self.stream = grass.stream(self.model, "cpu", **case.stream, **path)
+            path = None if self.directory is None else self.directory.name
+            self.stream = grass.stream(self.model, "cpu", **case.stream, offload=grass.Offload(path=path))
         self.loss: Any = None
 
     def forward(self, number: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import grass
 from tests.fuzz.models import BLOCKS, VOCABULARY, WIDTH
-from tests.fuzz.settings import Place, Setting, in_files
+from tests.fuzz.settings import Place, Setting, streamed_in_files
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
@@ -47,7 +47,7 @@ class Loop:
     def stream_again(self) -> None:
         self.close()
         if self.place.stream is not None:
-            self.stream = grass.stream(self.model, "cpu", **in_files(self.directory, self.place.stream))
+            self.stream = grass.stream(self.model, "cpu", **streamed_in_files(self.directory, self.place.stream))
 
     def close(self) -> None:
         if self.stream is not None:

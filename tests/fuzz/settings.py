@@ -91,3 +91,8 @@ class Place:
 
 def in_files(directory: Path, options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     return {**dict(options), **({"path": directory} if dict(options).get("path") else {})}
+
+
+def streamed_in_files(directory: Path, options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    others = {key: value for key, value in options if key != "path"}
+    return {**others, "offload": Offload(path=directory if dict(options).get("path") else None)}

@@ -77,7 +77,7 @@ def test_fit_and_resume(tiny_llama: Build, tmp_path: Path, mode: str, options: d
 @pytest.mark.parametrize("mode", MODES)
 def test_offloaded_and_resident_runs_are_one(tiny_llama: Build, tmp_path: Path, mode: str) -> None:
     """Also where the second epoch is the other's; a checkpoint is saved while a step is under way."""
-    slow = grass.Offload(bytes_per_second=2e6)
+    slow = grass.Offload(_bytes_per_second=2e6)
     fit(tiny_llama, tmp_path / "resident", mode)
     fit(tiny_llama, tmp_path / "offloaded", mode, offload=slow)
     for epoch in (0, 1):

@@ -12,7 +12,7 @@ import torch
 from grass import Offload
 from tests.integrations.runs import MODES, Build, arguments, assert_same, checkpoint, logged, safetensors, trainer
 
-SLOW = Offload(bytes_per_second=2e6)
+SLOW = Offload(_bytes_per_second=2e6)
 """A step of the tests' model takes a tenth of a second and is under way when Trainer saves."""
 
 FEATURES: dict[str, dict[str, Any]] = {

@@ -35,6 +35,6 @@ def test_every_case_is_planned_to_fit():
     from grass.memory.models import load_architecture
 
     for case in script["CASES"].values():
-        setting = Setting(rank=case.rank, policy="keep", moments=case.moments)
+        setting = Setting(rank=case.rank, state_policy="keep", moment_dtype=case.moments)
         planned = plan("Grass int8" if case.weights else "Grass", load_architecture(case.model), setting)
         assert planned.total <= parse_bytes(case.cap), case

@@ -46,7 +46,9 @@ def test_the_commands_own_example(capsys):
 
 def test_options_reach_the_plan(capsys):
     plain = table(capsys, *SHOWN)
-    other = table(capsys, *SHOWN, "--no-checkpointing", "--chunked-loss", "0", "--moments", "8bit", "--policy", "bank")
+    other = table(
+        capsys, *SHOWN, "--no-checkpointing", "--chunked-loss", "0", "--moment-dtype", "8bit", "--state-policy", "bank"
+    )
     assert other["activations, all saved"] == plain["(activations, all saved)"]
     assert float(other["moments"][4]) < float(plain["moments"][4])
     assert float(other["bank on host"][4]) > 100
@@ -141,7 +143,7 @@ def test_sizes_in_any_case(capsys):
         (["--rank", "9999"], "rank=9999: must be at most 5120"),
         (["--explore", "5000"], "Invalid --explore=5000: must be a fraction, or at most 4864 for this model"),
         (["--batch", "0"], "Invalid --batch=0: must be >= 1"),
-        (["--policy", "forget"], "invalid choice: 'forget'"),
+        (["--state-policy", "forget"], "invalid choice: 'forget'"),
         (["--model", "{tmp}/missing.json"], "must be one of 1m, 9m"),
         (["--model", "13bb"], "No model '13bb': did you mean 13b?"),
         (["--model", "{tmp}"], "Invalid configuration"),

@@ -41,7 +41,7 @@ def trained(method: str, setting: Setting, config: Any = CONFIG, **offload: Any)
         rows = {"rank": setting.rank, "explore": setting.explore, "dim": setting.dim}
         grass.compact(model, **rows, dtype=setting.active_dtype, weights=weights)
         bank = str(setting.bank_dtype).removeprefix("torch.")
-        options = {"moment_dtype": setting.moments, "state_policy": setting.policy, "bank_dtype": bank}
+        options = {"moment_dtype": setting.moment_dtype, "state_policy": setting.state_policy, "bank_dtype": bank}
         params = model
     optimizer = grass.GrassAdamW(
         params, offload=grass.Offload(overlap=False, masters=setting.masters, **offload), **options
@@ -96,9 +96,9 @@ def test_seconds_are_those_of_the_engine(method: str, machine: Machine) -> None:
         ("AdamW", {"masters": True}),
         ("Grass", {}),
         ("Grass", {"masters": True}),
-        ("Grass", {"moments": "8bit", "policy": "bank"}),
-        ("Grass", {"moments": "bfloat16", "policy": "bank", "bank_dtype": torch.bfloat16, "dim": 0}),
-        ("Grass", {"policy": "reset", "dtype": torch.float32}),
+        ("Grass", {"moment_dtype": "8bit", "state_policy": "bank"}),
+        ("Grass", {"moment_dtype": "bfloat16", "state_policy": "bank", "bank_dtype": torch.bfloat16, "dim": 0}),
+        ("Grass", {"state_policy": "reset", "dtype": torch.float32}),
         ("Grass int8", {"dim": 0}),
     ],
     ids=str,

@@ -25,21 +25,23 @@ from tests.memory.architectures import CAPPED, KINDS, LLAMA_1B, LLAMA_7B, LLAMA_
 
 
 def test_13b_fits_40_gb_with_float32_active_rows_and_moments():
-    setting = Setting(rank=192, seq_len=2048, active_dtype=torch.float32, moments="float32", policy="keep")
+    setting = Setting(rank=192, seq_len=2048, active_dtype=torch.float32, moment_dtype="float32", state_policy="keep")
     assert plan("Grass", LLAMA_13B, setting).total <= parse_bytes("40GB")
     others = ("AdamW", "8-bit AdamW", "GaLore")
     assert all(plan(method, LLAMA_13B, setting).total > parse_bytes("40GB") for method in others)
 
 
 def test_13b_fits_24_gb_in_8_bits():
-    setting = Setting(rank=160, seq_len=2048, active_dtype=torch.float32, moments="8bit", policy="keep")
+    setting = Setting(rank=160, seq_len=2048, active_dtype=torch.float32, moment_dtype="8bit", state_policy="keep")
     assert plan("Grass int8", LLAMA_13B, setting).total <= parse_bytes("24GB")
     assert plan("Grass", LLAMA_13B, setting).total > parse_bytes("24GB")
 
 
 def test_7b_fits_24_gb_and_in_8_bits_12_gb():
-    assert plan("Grass", LLAMA_7B, Setting(rank=224, policy="keep")).total <= parse_bytes("24GB")
-    assert plan("Grass int8", LLAMA_7B, Setting(rank=96, policy="keep", moments="8bit")).total <= parse_bytes("12GB")
+    assert plan("Grass", LLAMA_7B, Setting(rank=224, state_policy="keep")).total <= parse_bytes("24GB")
+    assert plan(
+        "Grass int8", LLAMA_7B, Setting(rank=96, state_policy="keep", moment_dtype="8bit")
+    ).total <= parse_bytes("12GB")
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -90,11 +92,11 @@ def test_weights_gradients_and_moments_of_adamw_are_those_of_every_parameter():
 
 
 def test_the_bank_holds_all_moments_and_is_not_on_the_device():
-    bank, keep = (plan("Grass", LLAMA_7B, Setting(policy=policy)) for policy in ("bank", "keep"))
+    bank, keep = (plan("Grass", LLAMA_7B, Setting(state_policy=policy)) for policy in ("bank", "keep"))
     assert (keep.bank, bank.peak) == (0, keep.peak)
     elements = LLAMA_7B.layers * LLAMA_7B.layer_matrix
     assert bank.bank == pytest.approx(2 * 4 * elements, rel=0.001)
-    halved = plan("Grass", LLAMA_7B, Setting(policy="bank", bank_dtype=torch.bfloat16)).bank
+    halved = plan("Grass", LLAMA_7B, Setting(state_policy="bank", bank_dtype=torch.bfloat16)).bank
     assert halved == pytest.approx(bank.bank / 2, rel=0.001)
 
 
@@ -178,8 +180,8 @@ def test_nothing_fits_next_to_nothing():
         ({"explore": -1}, "explore=-1"),
         ({"explore": 1.5}, "explore=1.5"),
         ({"selection": "largest"}, "selection 'largest'"),
-        ({"policy": "forget"}, "state_policy='forget'"),
-        ({"moments": "int4"}, "moments='int4': must be one of float32, bfloat16, 8bit"),
+        ({"state_policy": "forget"}, "state_policy='forget'"),
+        ({"moment_dtype": "int4"}, "moment_dtype='int4': must be one of float32, bfloat16, 8bit"),
         ({"batch_size": 0}, "batch_size=0: must be >= 1"),
         ({"seq_len": 0}, "seq_len=0: must be >= 1"),
         ({"chunk_tokens": -1}, "chunk_tokens=-1: must be >= 0"),

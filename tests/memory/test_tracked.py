@@ -17,7 +17,7 @@ DENSE = ("Grass dense", "Grass in backward")  # their steps read contents, which
 CASES = [
     pytest.param("Grass", llama("60m"), {"rank": 64}, id="60m", marks=SLOW),
     pytest.param("Grass", llama("60m"), {"rank": 64, **WHOLE}, id="60m-whole", marks=SLOW),
-    pytest.param("Grass", llama("60m", 3), {"rank": 64, "dim": 0, "policy": "keep"}, id="60m-dim0-keep"),
+    pytest.param("Grass", llama("60m", 3), {"rank": 64, "dim": 0, "state_policy": "keep"}, id="60m-dim0-keep"),
     pytest.param("Grass", llama("60m", 3), {"rank": 0.25, "active_dtype": torch.bfloat16}, id="60m-bf16-rows"),
     pytest.param(
         "Grass", llama("60m", 3), {"rank": 64, "dtype": torch.float32, "batch_size": 3}, id="60m-fp32", marks=SLOW
@@ -49,7 +49,9 @@ CASES = [
     pytest.param("GaLore", llama("60m", 3), {"rank": 64, **WHOLE}, id="60m-galore"),
     pytest.param("GaLore", llama("13b", 3), {}, id="13b-wide-galore", marks=SLOW),
     pytest.param("Grass int8", llama("13b", 3), {}, id="13b-wide-int8", marks=SLOW),
-    pytest.param("Grass int8", llama("60m", 3), {"rank": 64, "dim": 0, "policy": "keep"}, id="60m-int8-dim0-keep"),
+    pytest.param(
+        "Grass int8", llama("60m", 3), {"rank": 64, "dim": 0, "state_policy": "keep"}, id="60m-int8-dim0-keep"
+    ),
     pytest.param("Grass int8", KINDS["qwen3-moe"], {"rank": 32, "seq_len": 256}, id="qwen3-moe-int8", marks=SLOW),
     pytest.param("Grass", KINDS["qwen3-moe"], {"rank": 32, "dim": 0, "seq_len": 256}, id="qwen3-moe-dim0", marks=SLOW),
     *(
@@ -77,7 +79,7 @@ CASES = [
 
 def tracked(options):
     """The paper's policy unless a case names another."""
-    return Setting(**{"policy": "reset", **options})
+    return Setting(**{"state_policy": "reset", **options})
 
 
 @pytest.mark.parametrize(("method", "config", "options"), CASES)
@@ -112,11 +114,11 @@ def test_plan_covers_steps_that_gather_a_sketch(config, options):
 
 COMPUTED = [
     pytest.param("Grass", {}, id="keep"),
-    pytest.param("Grass", {"policy": "reset"}, id="reset", marks=pytest.mark.slow),
-    pytest.param("Grass", {"policy": "bank"}, id="bank", marks=pytest.mark.slow),
+    pytest.param("Grass", {"state_policy": "reset"}, id="reset", marks=pytest.mark.slow),
+    pytest.param("Grass", {"state_policy": "bank"}, id="bank", marks=pytest.mark.slow),
     pytest.param("Grass", {"selection": "multinomial_norm"}, id="by-norm"),
-    pytest.param("Grass", {"moments": "8bit"}, id="8bit", marks=pytest.mark.slow),
-    pytest.param("Grass int8", {"moments": "8bit", "dim": 0}, id="int8-weights", marks=pytest.mark.slow),
+    pytest.param("Grass", {"moment_dtype": "8bit"}, id="8bit", marks=pytest.mark.slow),
+    pytest.param("Grass int8", {"moment_dtype": "8bit", "dim": 0}, id="int8-weights", marks=pytest.mark.slow),
     pytest.param("Grass dense", {}, id="dense"),
     pytest.param("Grass in backward", {}, id="in-backward"),
 ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import grass
 from grass import GrassAdamW, Offload
 
-SLOW = Offload(bytes_per_second=1e6)
+SLOW = Offload(_bytes_per_second=1e6)
 """A step is still on its way when the next forward begins: a missing wait shows."""
 DENSE_MODES = ["full", "dense"]
 EVERY_MODE = [*DENSE_MODES, "compact"]

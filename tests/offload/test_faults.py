@@ -161,7 +161,7 @@ def late(take: Callable[..., None], event: threading.Event) -> Callable[..., Non
 
 @pytest.mark.parametrize("mode", MODES)
 def test_zeroing_in_place_through_the_optimizer_waits(mode: Mode) -> None:
-    model, optimizer = build(mode, offload=Offload(bytes_per_second=1e6))
+    model, optimizer = build(mode, offload=Offload(_bytes_per_second=1e6))
     twin, resident = build(mode)
     for _ in range(3):
         for each, its in ((model, optimizer), (twin, resident)):
@@ -172,7 +172,7 @@ def test_zeroing_in_place_through_the_optimizer_waits(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_changed_between_a_step_and_its_values(mode: Mode) -> None:
-    model, optimizer = trained(mode, bytes_per_second=2e4)
+    model, optimizer = trained(mode, _bytes_per_second=2e4)
     step(model, optimizer)
     with torch.no_grad():
         for p in filter(torch.is_floating_point, model.parameters()):

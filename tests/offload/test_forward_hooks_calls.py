@@ -49,7 +49,7 @@ def test_the_model_inside_a_wrapper_or_a_part_of_it_waits(
 ) -> None:
     results = []
     gc.collect()  # an optimizer of another test may still look for its model, which torch.compile does not trace
-    for offload in (None, Offload(bytes_per_second=2e5)):
+    for offload in (None, Offload(_bytes_per_second=2e5)):
         torch.manual_seed(0)
         torch.compiler.reset()
         model = Network()
@@ -66,7 +66,7 @@ def test_the_model_inside_a_wrapper_or_a_part_of_it_waits(
 
 def test_a_module_inside_a_block_may_be_called_alone() -> None:
     results = []
-    for offload in (None, Offload(bytes_per_second=2e5)):
+    for offload in (None, Offload(_bytes_per_second=2e5)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(32, 16), *(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
         whole = nn.Sequential(model)  # the items of the outer list are the blocks
@@ -81,7 +81,7 @@ def test_a_module_inside_a_block_may_be_called_alone() -> None:
 
 def test_the_items_of_a_model_that_is_a_list_are_blocks() -> None:
     model = network()
-    optimizer = GrassAdamW(model.parameters(), lr=1e-2, offload=Offload(bytes_per_second=2e5))
+    optimizer = GrassAdamW(model.parameters(), lr=1e-2, offload=Offload(_bytes_per_second=2e5))
     seen: list[int] = []
     assert optimizer.offload is not None
     model[1].register_forward_hook(lambda *unused: seen.append(len(optimizer.offload._pending)))

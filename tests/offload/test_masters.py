@@ -103,7 +103,7 @@ def test_equals_a_loop_over_float32_copies(mode: str, dtype: torch.dtype) -> Non
 def test_any_schedule_gives_the_same_bits(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grass.offload.host_storage.SMALLEST", 256)
     results = []
-    for options in ({}, {"fraction": 0.5}, {"fraction": 1.0}, {"bytes_per_second": 3e6}, {"path": tmp_path}):
+    for options in ({}, {"fraction": 0.5}, {"fraction": 1.0}, {"_bytes_per_second": 3e6}, {"path": tmp_path}):
         model, optimizer = built(Offload(masters=True, **options), mode)
         losses = train(model, optimizer, 9)
         results.append((losses, dict(model.state_dict()), optimizer.state_dict()))

@@ -26,7 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"stochastic_rounding": True, "warmup_after_refresh": 2},
     {"explore": 0},
 ]
-SLOW = Offload(bytes_per_second=3e6)
+SLOW = Offload(_bytes_per_second=3e6)
 
 
 def outcome(model: nn.Module, optimizer: GrassAdamW, losses: list[float]) -> tuple[Any, ...]:
@@ -67,7 +67,7 @@ def test_state_may_lie_in_files(
 @pytest.mark.parametrize("mode", MODES)
 def test_any_fraction_may_be_stepped_on_the_device(mode: Mode, fraction: float | str) -> None:
     results = []
-    for offload in (None, Offload(fraction=fraction, bytes_per_second=3e6)):
+    for offload in (None, Offload(fraction=fraction, _bytes_per_second=3e6)):
         model, optimizer = build(mode, offload=offload, selection="multinomial_norm", state_policy="bank")
         results.append(outcome(model, optimizer, train(model, optimizer, 13)))
     assert same(*results)
@@ -169,7 +169,7 @@ def test_weights_read_right_after_a_step_are_stepped(
     if read is _expanded and not mode.startswith("compact"):
         pytest.skip("nothing to expand")
     results = []
-    for offload in (None, Offload(bytes_per_second=2e5)):
+    for offload in (None, Offload(_bytes_per_second=2e5)):
         model, optimizer = build(mode, offload=offload)
         train(model, optimizer, 3)
         results.append(copy.deepcopy(read(model)))

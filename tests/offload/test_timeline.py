@@ -67,7 +67,7 @@ def test_plot_without_matplotlib(tmp_path, monkeypatch):
 
 
 def test_the_last_step_of_an_optimizer(tmp_path):
-    model, optimizer = build("compact", offload=Offload(bytes_per_second=1e7))
+    model, optimizer = build("compact", offload=Offload(_bytes_per_second=1e7))
     assert optimizer.offload is not None
     with pytest.raises(ValueError, match=r"no step to show: call optimizer.step\(\) before"):
         optimizer.offload.timeline(tmp_path / "step.json")

@@ -26,24 +26,28 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "device that is a number": ({"device": 3}, TypeError, "device=3"),
     "no device where there is none": ({"device": None}, ValueError, "no accelerator"),
     "offload_activations of the wrong type": ({"offload_activations": "x"}, TypeError, "offload_activations='x'"),
-    "path that is a file": ({"path": __file__}, ValueError, "path="),
-    "path that is no path": ({"path": 3}, TypeError, "path=3"),
-    "path without a name": ({"path": ""}, ValueError, "path=''"),
-    "rate in words": ({"bytes_per_second": "1GB"}, TypeError, "bytes_per_second='1GB'"),
-    "no deadline": ({"deadline": None}, TypeError, "deadline=None"),
+    "path that is a file": ({"offload": {"path": __file__}}, ValueError, "path="),
+    "path that is no path": ({"offload": {"path": 3}}, TypeError, "path=3"),
+    "path without a name": ({"offload": {"path": ""}}, ValueError, "path=''"),
+    "rate in words": ({"offload": {"_bytes_per_second": "1GB"}}, TypeError, "_bytes_per_second='1GB'"),
+    "no deadline": ({"offload": {"deadline": None}}, TypeError, "deadline=None"),
     "device of another kind": ({"device": "mps"}, ValueError, "device='mps'"),
-    "rate of 0": ({"bytes_per_second": 0}, ValueError, "bytes_per_second=0"),
-    "rate below 0": ({"bytes_per_second": -1.0}, ValueError, "bytes_per_second=-1.0"),
-    "deadline of 0": ({"deadline": 0}, ValueError, "deadline=0"),
-    "deadline that is no number": ({"deadline": float("nan")}, ValueError, "deadline=nan"),
+    "rate of 0": ({"offload": {"_bytes_per_second": 0}}, ValueError, "_bytes_per_second=0"),
+    "rate below 0": ({"offload": {"_bytes_per_second": -1.0}}, ValueError, "_bytes_per_second=-1.0"),
+    "deadline of 0": ({"offload": {"deadline": 0}}, ValueError, "deadline=0"),
+    "deadline that is no number": ({"offload": {"deadline": float("nan")}}, ValueError, "deadline=nan"),
 }
+
+
+def stream(model: nn.Module, offload: dict[str, Any] | None = None, **options: Any) -> None:
+    grass.stream(model, offload=grass.Offload(**(offload or {})), **options)
 
 
 @pytest.mark.parametrize(("options", "error", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     model = Network()
     with pytest.raises(error, match=message):
-        grass.stream(model, **{"device": "cpu", **options})
+        stream(model, **{"device": "cpu", **options})
     assert not any("Streamed" in type(part).__name__ for part in model.modules())
     assert len(grass.stream(model, device="cpu").units) == 4
 

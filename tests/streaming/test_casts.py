@@ -62,7 +62,7 @@ def test_bytes_after_a_cast() -> None:
 def test_a_cast_while_units_come() -> None:
     """The units that come for the next forward were begun in the old precision."""
     model = Network(6)
-    handle = grass.stream(model, device="cpu", bytes_per_second=3e6)
+    handle = grass.stream(model, device="cpu", offload=grass.Offload(_bytes_per_second=3e6))
     resident = copy.deepcopy(model)
     with torch.no_grad():
         for cast in ("double", "float", "bfloat16", "float"):

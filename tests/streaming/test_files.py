@@ -31,7 +31,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", ["dense", "compact", "compact over int8"])
 @pytest.mark.parametrize("explore", [0, 2])
 def test_training(mode: str, offload: Any, cache: int, explore: int, tmp_path: Path) -> None:
-    stream = {"path": tmp_path, "cache": cache}
+    stream = {"offload": grass.Offload(path=tmp_path), "cache": cache}
     assert_same_training(mode, {"explore": explore}, offload=offload, stream=stream)
 
 
@@ -40,7 +40,11 @@ def test_rows_more_precise_than_the_weight(cache: int, tmp_path: Path) -> None:
     """Such rows are stepped by another kernel where the step does not write the weight: they differ in the last bit."""
     resident, by = build("compact over bf16", streamed=False, explore=0)
     streamed, optimizer = build(
-        "compact over bf16", streamed=True, explore=0, offload="cpu", stream={"path": tmp_path, "cache": cache}
+        "compact over bf16",
+        streamed=True,
+        explore=0,
+        offload="cpu",
+        stream={"offload": grass.Offload(path=tmp_path), "cache": cache},
     )
     assert train(streamed, optimizer, 10) == pytest.approx(train(resident, by, 10), rel=1e-3)  # rounding of bfloat16
     for part, other in zip(streamed.blocks.modules(), resident.blocks.modules(), strict=True):
@@ -54,13 +58,18 @@ def test_rows_more_precise_than_the_weight(cache: int, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("cache", [0, 1 << 30])
 def test_options(options: dict[str, Any], cache: int, tmp_path: Path) -> None:
-    stream = {"path": tmp_path, "cache": cache}
+    stream = {"offload": grass.Offload(path=tmp_path), "cache": cache}
     assert_same_training("compact", {"explore": 0, **options}, batches=2, offload="cpu", stream=stream)
 
 
 def test_a_step_writes_nothing_and_a_refresh_does(tmp_path: Path) -> None:
     model, optimizer = build(
-        "compact", streamed=True, offload="cpu", stream={"path": tmp_path}, explore=0, update_interval=4
+        "compact",
+        streamed=True,
+        offload="cpu",
+        stream={"offload": grass.Offload(path=tmp_path)},
+        explore=0,
+        update_interval=4,
     )
 
     def in_files() -> list[Tensor]:
@@ -76,7 +85,7 @@ def test_a_step_writes_nothing_and_a_refresh_does(tmp_path: Path) -> None:
 
 
 def test_weights_are_mapped_and_leave_nothing_behind(tmp_path: Path) -> None:
-    model, _ = build("compact", streamed=True, stream={"path": tmp_path}, explore=0)
+    model, _ = build("compact", streamed=True, stream={"offload": grass.Offload(path=tmp_path)}, explore=0)
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{tmp_path}/" in line]
     assert mapped
     assert all("rw-s" in line for line in mapped)
@@ -88,7 +97,9 @@ def test_weights_are_mapped_and_leave_nothing_behind(tmp_path: Path) -> None:
 def test_what_reads_the_weights_sees_all_steps(tmp_path: Path) -> None:
     options: dict[str, Any] = {"explore": 0, "update_interval": 1000}
     resident, by = build("compact", streamed=False, **options)
-    streamed, optimizer = build("compact", streamed=True, offload="cpu", stream={"path": tmp_path}, **options)
+    streamed, optimizer = build(
+        "compact", streamed=True, offload="cpu", stream={"offload": grass.Offload(path=tmp_path)}, **options
+    )
     train(resident, by, 3), train(streamed, optimizer, 3)
     copied = copy.deepcopy(streamed)
     assert same(copied.state_dict(), resident.state_dict())
@@ -104,7 +115,7 @@ def test_what_reads_the_weights_sees_all_steps(tmp_path: Path) -> None:
 
 def test_changes_by_hand_are_seen(tmp_path: Path) -> None:
     def run(streamed: bool, cache: int = 0) -> list[float]:
-        stream = {"path": tmp_path, "cache": cache}
+        stream = {"offload": grass.Offload(path=tmp_path), "cache": cache}
         model, optimizer = build("compact", streamed=streamed, stream=stream, explore=0)
         losses = train(model, optimizer, 2)
         with torch.no_grad():
@@ -120,7 +131,9 @@ def test_changes_by_hand_are_seen(tmp_path: Path) -> None:
 
 
 def test_loads_bring_the_active_rows_too(tmp_path: Path) -> None:
-    model, optimizer = build("compact", streamed=True, stream={"path": tmp_path}, explore=0, update_interval=1000)
+    model, optimizer = build(
+        "compact", streamed=True, stream={"offload": grass.Offload(path=tmp_path)}, explore=0, update_interval=1000
+    )
     plain, by = build("compact", streamed=True, explore=0, update_interval=1000)
     train(model, optimizer, 3), train(plain, by, 3)
     layers = [part for part in model.blocks[0].modules() if hasattr(part, "active")]
@@ -135,10 +148,10 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grass.compact(model, rank=4)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 30, 1 << 30, 100))  # type: ignore[attr-defined]
     with pytest.raises(OSError, match="streamed weights needs"):
-        grass.stream(model, device="cpu", path=tmp_path)
+        grass.stream(model, device="cpu", offload=grass.Offload(path=tmp_path))
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
-    assert len(grass.stream(model, device="cpu", path=tmp_path).units) == 4
+    assert len(grass.stream(model, device="cpu", offload=grass.Offload(path=tmp_path)).units) == 4
 
 
 def test_too_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +186,7 @@ def test_free_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_evaluation_loses_nothing(offload: Any, context: Any, tmp_path: Path) -> None:
     def run(streamed: bool) -> Any:
-        stream = {"path": tmp_path}
+        stream = {"offload": grass.Offload(path=tmp_path)}
         model, optimizer = build(
             "compact", streamed=streamed, offload=offload if streamed else None, stream=stream, explore=0
         )
@@ -192,7 +205,9 @@ def test_evaluation_loses_nothing(offload: Any, context: Any, tmp_path: Path) ->
 def test_a_layer_used_by_hand_has_the_newest_values(tmp_path: Path) -> None:
     options: dict[str, Any] = {"explore": 0, "update_interval": 1000}
     resident, by = build("compact", streamed=False, **options)
-    streamed, optimizer = build("compact", streamed=True, offload="cpu", stream={"path": tmp_path}, **options)
+    streamed, optimizer = build(
+        "compact", streamed=True, offload="cpu", stream={"offload": grass.Offload(path=tmp_path)}, **options
+    )
     train(resident, by, 3), train(streamed, optimizer, 3)
     x = torch.randn(2, 16)
     assert torch.equal(streamed.blocks[1].up(x), resident.blocks[1].up(x))

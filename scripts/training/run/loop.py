@@ -209,7 +209,7 @@ class Trainer:
     def _step_in_backward(self) -> InBackward:
         if not isinstance(self.optimizer, GrassAdamW):
             raise ValueError(f"step_in_backward=True takes grass's optimizer, got {type(self.optimizer).__name__}")
-        return step_in_backward(self.optimizer, clip=self.config.clip or math.inf)
+        return step_in_backward(self.optimizer, max_norm=self.config.clip or math.inf)
 
     def _clip(self) -> Tensor:
         """Clip the whole gradient; returns its norm before."""
