@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from grass.compact_mode.conversion import trainable_parameters
 from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.owner import Owner
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import NEW, arm
-from grass.compact_mode.registry import by_active_rows, layers_of
+from grass.compact_mode.registry import Owner, by_active_rows, layers_of
 from grass.coverage import report_rank, report_scale
 from grass.health import Health
 from grass.lost_updates import LostUpdates

@@ -10,10 +10,9 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.owner import Owner
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import Trained, adopt, advance, arm, check_rows, resume
-from grass.compact_mode.registry import layers_of
+from grass.compact_mode.registry import Owner, layers_of
 from grass.options import SPEED_KEYS, Options, as_number, settings_of, validate
 from grass.parallel.agreement import Agreement
 from grass.parallel.ranks import Ranks, checksum

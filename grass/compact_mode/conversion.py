@@ -19,8 +19,7 @@ from grass.compact_mode.linear_classes import compact_class
 from grass.compact_mode.registry import watch_optimizers
 from grass.compact_mode.strata import of_stratum, strata_of
 from grass.compact_mode.synced_rows import SyncedRows
-from grass.compact_mode.unconvertible import unconvertible
-from grass.compact_mode.wrapped import check_not_sharded, check_not_wrapped
+from grass.compact_mode.unconvertible import check_not_sharded, check_not_wrapped, unconvertible
 from grass.coverage import report_rank
 from grass.options import check_value, resolve_rank
 from grass.parallel.shards import is_wrapper, local

@@ -35,8 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from grass.compact_mode.active_rows import ActiveRows
-from grass.compact_mode.columns import saved_columns
-from grass.compact_mode.linear_function import CompactLinearFunction
+from grass.compact_mode.linear_function import CompactLinearFunction, saved_columns
 from grass.compact_mode.synced_rows import Listener, Stamps, SyncedRows, counted, same_values, stamps_of
 from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel, local
 from grass.selection.projector import Projector
@@ -83,7 +82,7 @@ class CompactLayer(ActiveRows):
     listeners: tuple[Listener, ...] = ()
     sketch: Tensor | None
     signs: Tensor | None
-    owner: Any = None  # grass.compact_mode.owner.Owner: the optimizer that trains the active rows
+    owner: Any = None  # grass.compact_mode.registry.Owner: the optimizer that trains the active rows
     norms: Tensor | None = None
     weights: str | None = None  # "int8" where it is stored as codes
     divided_by: str | None = None  # what divides the weight among ranks and was there before the conversion

@@ -1,4 +1,4 @@
-"""The autograd function of a converted layer: its backward computes gradients of the active rows and the sketch."""
+"""The autograd functions of a converted layer: what it saves, and the gradients of active rows and sketch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from grass.compact_mode.products import inner_product, picked_product, sketch_product
 from grass.compact_mode.weight_codes import decode_weight
+from grass.kernels.layout import select_columns
 
 _T = TypeVar("_T")
 
@@ -119,3 +120,34 @@ def _depending_on(values: Tensor, ctx: Any) -> Tensor:
 def _values(weight: Tensor, scale: Tensor | None, dim: int, dtype: torch.dtype) -> Tensor:
     """The weight's values: decoded if it has a scale, else the weight itself."""
     return weight if scale is None else decode_weight(weight, scale, dim, dtype)
+
+
+def saved_columns(x: Tensor, chosen: Tensor) -> Tensor:
+    """``x[..., chosen]``: ``(..., n) -> (..., k)``; differentiable, unless ``torch.compile`` traces it."""
+    if torch.compiler.is_compiling() or x.is_inference():
+        with torch.no_grad():
+            plain: Tensor = select_columns(x, chosen)
+        return plain
+    columns: Tensor = _SelectColumns.apply(x, chosen)  # type: ignore[no-untyped-call]
+    return columns
+
+
+class _SelectColumns(torch.autograd.Function):
+    """``x[..., chosen]``, which keeps nothing of ``x`` for its derivative: ``torch.gather`` would keep all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chosen: Tensor) -> Tensor:
+        """Gather."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(chosen)
+        ctx.shape = x.shape
+        columns: Tensor = select_columns(x, chosen)
+        return columns
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        """Scatter; ``grad`` is ``None`` unless a second derivative is taken."""
+        if grad is None:
+            return None, None
+        (chosen,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).index_add(-1, chosen, grad), None

@@ -19,7 +19,6 @@ from grass.offload.host_storage import HostStorage, same_layout
 from grass.offload.progress import GradientSnapshot, Stage
 from grass.parallel.shards import local
 from grass.state.schema import HOST_KEYS, State
-from grass.stepping.masters import step_master
 from grass.stepping.optimizer_step import OptimizerStep
 
 
@@ -116,7 +115,7 @@ class DeviceStep:
     def _step_master(self, whole: OptimizerStep, group: dict[str, Any], position: int) -> None:
         self.parameter.data = master = self._there.pop("master")
         assert self._values.grad is not None
-        step_master(whole, group, position, self.parameter, self._values.grad, self._values.data)
+        whole.advance_master(group, position, self.parameter, self._values.grad, self._values.data)
         self._there["master"] = master
 
 

@@ -151,8 +151,8 @@ class ForwardHooks:
             if own:
                 self._sets.append(own)
                 saved, number = cast("Any", part), len(self._sets) - 1  # untyped in torch
-                self._handles.append(saved.register_state_dict_pre_hook(_Saving(self, number)))
-                self._handles.append(saved.register_load_state_dict_pre_hook(_Loading(self, number)))
+                self._handles.append(saved.register_state_dict_pre_hook(_Hook(self, number, "saving")))
+                self._handles.append(saved.register_load_state_dict_pre_hook(_Hook(self, number, "loading")))
                 if part not in blocks and part not in outside:
                     self._enter(part, _Hook(self, len(self._sets) - 1, in_graph=True))
 
@@ -177,44 +177,41 @@ class _Hook:
     Args:
         hooks: what waits.
         number: of the set of parameters.
+        before: what the hook comes before: ``"forward"``, ``"saving"`` or ``"loading"``.
         is_block: whether it is the hook of a block.
         in_graph: compiled code skips this hook, because the compiled module has waited before.
     """
 
-    def __init__(self, hooks: ForwardHooks, number: int, *, is_block: bool = False, in_graph: bool = False) -> None:
-        self._hooks, self._number = weakref.ref(hooks), number
+    def __init__(
+        self,
+        hooks: ForwardHooks,
+        number: int,
+        before: str = "forward",
+        *,
+        is_block: bool = False,
+        in_graph: bool = False,
+    ) -> None:
+        self._hooks, self._number, self._before = weakref.ref(hooks), number, before
         self._is_block, self._in_graph = is_block, in_graph
 
     def __call__(self, *unused: Any, **also_unused: Any) -> None:
         if not (self._in_graph and torch.compiler.is_compiling()):
-            self._pass()
+            self._wait()
 
     @torch.compiler.disable(reason="it waits for the host")  # type: ignore[no-untyped-call, untyped-decorator]
-    def _pass(self) -> None:
-        if (hooks := self._hooks()) is not None:
+    def _wait(self) -> None:
+        if (hooks := self._hooks()) is None:
+            return
+        if self._before == "forward":
             hooks.pass_by(self._number, is_block=self._is_block)
+        else:
+            hooks.settle(self._number, loads=self._before == "loading")
 
     def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
         """Modules copy their hooks first (:func:`copy_parameters_last`), so values arrive before they are copied."""
         if (hooks := self._hooks()) is not None:
             hooks.settle(None)
         return _Nothing, ()
-
-
-class _Saving(_Hook):
-    """Waits for parameters before they are saved."""
-
-    def __call__(self, *unused: Any, **also_unused: Any) -> None:
-        if (hooks := self._hooks()) is not None:
-            hooks.settle(self._number)
-
-
-class _Loading(_Hook):
-    """Waits for parameters before they are loaded."""
-
-    def __call__(self, *unused: Any, **also_unused: Any) -> None:
-        if (hooks := self._hooks()) is not None:
-            hooks.settle(self._number, loads=True)
 
 
 class ActiveRowsHook(Listener):

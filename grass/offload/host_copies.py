@@ -39,7 +39,6 @@ from grass.parallel.shards import aligned_grad, is_sharded, local
 from grass.selection.projector import Projector
 from grass.state.master import current
 from grass.state.schema import MOMENTS, State
-from grass.stepping.masters import step_master
 from grass.stepping.optimizer_step import OptimizerStep
 
 
@@ -278,7 +277,7 @@ class MasterCopy(HostCopy):
         state = whole.states[self.host]
         state.pop("master", None)
         grad = self._storage.shard(self._grad, self.device)
-        step_master(whole, group, position, self.host, grad, self._values)
+        whole.advance_master(group, position, self.host, grad, self._values)
         state["master"] = self.host.detach()
 
     def _outgoing(self) -> Tensor:
@@ -337,7 +336,7 @@ class InPlace(HostCopy):
             self.host.grad = None
         else:
             self._state.pop("master", None)
-            step_master(whole, group, position, self.host, grad, self.device.detach().data)
+            whole.advance_master(group, position, self.host, grad, self.device.detach().data)
             self._state["master"] = self.host.detach()
         whole.background.finish()
         if self.layer is not None:
