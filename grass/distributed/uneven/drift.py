@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from grass.device import current_stream, has_streams
 from grass.machine.division import Division
@@ -25,7 +26,8 @@ TOLERANCE = 0.1
 class Stopwatch:
     """Seconds of this rank's forwards and backwards, without waiting for other ranks.
 
-    Under DDP the last backward waits for the slowest rank. It is timed until the last gradient is computed. On an
+    Under DDP the last backward waits for the slowest rank, and a forward that sends buffers may wait too. So a backward
+    is timed until the last gradient is computed, and what DDP does before a forward is not counted. On an
     accelerator the times are those of its stream, and are read in the next step. FSDP2 waits for other ranks in every
     forward: its times say nothing about one rank, so they are not taken.
     """
@@ -33,6 +35,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=STEPS)
         self._parts: list[tuple[Any, Any]] = []
+        self._waits: list[tuple[Any, Any]] = []
         self._start: Any = None
         self._end: Any = None
         self._device: torch.device | None = None
@@ -45,6 +48,9 @@ class Stopwatch:
         self._device = trained[0].device
         for p in trained:
             p.register_hook(self._computed)  # type: ignore[no-untyped-call]
+        if isinstance(model, DistributedDataParallel):
+            model.register_forward_pre_hook(lambda *_: self._waits.append((self._now(), None)))
+            model.module.register_forward_pre_hook(lambda *_: self._waited())
 
     def start(self) -> None:
         """A forward begins."""
@@ -58,8 +64,13 @@ class Stopwatch:
     def end_step(self) -> None:
         """Take the step's time, once it is over."""
         if self._parts:
-            self.seconds.append(sum(_between(start, end) for start, end in self._parts))
-        self._parts = []
+            waited = sum(_between(start, end) for start, end in self._waits)
+            self.seconds.append(sum(_between(start, end) for start, end in self._parts) - waited)
+        self._parts, self._waits = [], []
+
+    def _waited(self) -> None:
+        if self._waits and self._waits[-1][1] is None:
+            self._waits[-1] = self._waits[-1][0], self._now()
 
     def _computed(self, grad: Tensor) -> None:
         self._end = self._now()

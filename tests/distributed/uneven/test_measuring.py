@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from grass.distributed import deal
-from grass.distributed.uneven import drift, measuring
+from grass.distributed.uneven import Deal, drift, measuring
 from grass.distributed.uneven.drift import Stopwatch
 from grass.distributed.uneven.measuring import Search
+from grass.machine.division import Division
+from grass.parallel.ranks import Ranks
 from tests.distributed.uneven.training import llama, samples
 from tests.distributed.world import HANG, attempt_world, run_world
 
@@ -180,6 +184,34 @@ def changing(rank: int) -> list[Any]:
             sizes.append(made.division.sizes)
             taken += [batch["input_ids"] for batch in rounds]
     return [sizes, [line for line in lines if "changed" in line], torch.cat(taken)]
+
+
+def of_ddp(rank: int) -> list[float]:
+    """Two micro-batches of 2 and 3 seconds; DDP waits 5 seconds before a forward, and 7 in the last backward."""
+    drift.time = clock = Clock()
+    model = torch.nn.Linear(2, 1)
+    ddp = DistributedDataParallel(model)
+    clock.now = 1.0
+    made = Deal(Division((1, 1), 2, (1.0, 1.0)), Ranks(dist.group.WORLD), [object()], replan_every=1)
+
+    def passes(seconds: float) -> None:
+        clock.now += seconds
+
+    ddp._pre_forward = lambda *a, run=ddp._pre_forward, **k: (passes(5.0), run(*a, **k))[1]
+    for k in range(2):
+        with made.synced(ddp, k):
+            out = ddp(torch.ones(1, 2))
+            passes(2.0)
+            out.register_hook(lambda grad: passes(3.0))
+            out.sum().backward()
+            if k == 1:
+                passes(7.0)
+    made._stopwatch.end_step()
+    return list(made._stopwatch.seconds)
+
+
+def test_waiting_for_other_ranks_is_not_timed() -> None:
+    assert run_world(of_ddp, 2) == [[10.0], [10.0]]
 
 
 class _Lines:

@@ -1,0 +1,255 @@
+"""Train on ranks of unlike speed: a batch dealt by speed against the same batch split evenly, in turn, in one run.
+
+    python scripts/bench/uneven.py               # two minutes, speeds 3:1, 2:1:1 and 2:2:1
+    python scripts/bench/uneven.py --rounds 1 --sample 0.005
+
+The ranks are gloo processes of this machine that stand in for devices: beside a tiny computation, each sleeps for as
+long as a device of its speed would take (``--sample`` seconds for a sample on the fastest, and a tenth of that for each
+micro-batch). ``seconds`` is the median step, ``predicted`` the division's own prediction, ``busy_i`` the median time
+that rank ``i`` computes in a step; the rest it waits. ``sent`` are bytes that rank 0 hands to collectives in a step.
+
+``bias`` is the relative error of the gradient on one batch of ragged sequences. Ranks whose losses are means over their
+own tokens get it even with equal sizes; a loss divided by the tokens of all ranks has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.append(str(Path(__file__).parents[1]))
+from provenance import write
+
+import grass
+from grass.command_line import ArgumentParser
+from grass.distributed.traffic import recorded_traffic
+from grass.distributed.uneven import Deal
+from grass.labels import IGNORED, next_tokens
+from grass.machine.division import predicted
+
+SPEEDS = ((3, 1), (2, 1, 1), (2, 2, 1))
+BATCH = {2: 16, 3: 24}
+"""Samples of a step, by the number of ranks."""
+STEPS = 2
+"""Steps of a round."""
+VOCABULARY, TOKENS, HIDDEN = 64, 8, 32
+MEAN = "Grass, sizes by hand, mean loss"
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(3 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    ends = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+    return nn.Sequential(ends[0], Block(), Block(), ends[1])
+
+
+def samples(count: int) -> Tensor:
+    """Labels; those before a sequence's first target are ignored, and the tokens are their own inputs."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (count, TOKENS), generator=generator)
+    first = torch.randint(1, TOKENS - 1, (count, 1), generator=generator)
+    return torch.where(torch.arange(TOKENS) < first, IGNORED, ids)
+
+
+class Device:
+    """A stand-in for a device: it sleeps as long as computing would take."""
+
+    def __init__(self, speed: float, sample: float) -> None:
+        self.per_sample, self.per_batch = sample / speed, sample / 10 / speed
+        self.busy = 0.0
+
+    @contextmanager
+    def computes(self, size: int) -> Iterator[None]:
+        """Compute so many samples."""
+        start = time.perf_counter()
+        time.sleep(self.per_batch + self.per_sample * size)
+        self.busy += time.perf_counter() - start  # what follows is tiny, and DDP's forward waits for other ranks
+        yield
+
+
+class Contestant:
+    """A model, its optimizer, and how it deals its batch."""
+
+    def __init__(self, name: str, device: Device, deal: Deal) -> None:
+        self.name, self.device, self.deal = name, device, deal
+        own = model()
+        if name.startswith("Grass"):
+            grass.compact(own, rank=0.125)
+        if "FSDP2" in name:
+            for block in own[1:3]:
+                fully_shard(block)
+            fully_shard(own)
+        is_grass = name.startswith("Grass")
+        self.optimizer = grass.GrassAdamW(own) if is_grass else torch.optim.AdamW(own.parameters())
+        self.model = own if "FSDP2" in name else DistributedDataParallel(own)
+        self.times: list[float] = []
+        self.busy: list[float] = []
+
+    def backward(self, labels: Tensor) -> None:
+        """Forward and backward of this rank's share of a batch."""
+        division, rank = self.deal.division, self.deal.rank
+        every = labels.split(list(division.sizes) * division.micro_batches)
+        rounds = [{"labels": part} for part in every[rank :: len(division.sizes)]]
+        items = self.deal.items(rounds)
+        for k, batch in enumerate(rounds):
+            with self.deal.synced(self.model, k):
+                with self.device.computes(len(batch["labels"])):
+                    logits = self.model(batch["labels"].clamp(min=0))
+                    reduction = "mean" if self.name == MEAN else "sum"
+                    targets = next_tokens(batch["labels"])
+                    loss = functional.cross_entropy(logits.mT, targets, reduction=reduction)
+                (loss / (len(rounds) if self.name == MEAN else items)).backward()
+
+    def round(self, labels: Tensor) -> None:
+        """Time some steps."""
+        self.device.busy = 0.0
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            self.step(labels)
+        self.times.append((time.perf_counter() - start) / STEPS)
+        self.busy.append(self.device.busy / STEPS)
+
+    def step(self, labels: Tensor) -> None:
+        """Train one step."""
+        self.backward(labels)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def measured(device: Device, batch: int) -> Deal:
+    """The division that the ranks measure, as they will train."""
+    own = model()
+    grass.compact(own, rank=0.125)
+    ddp, labels = DistributedDataParallel(own), samples(batch)
+
+    def work(size: int) -> None:
+        with ddp.no_sync(), device.computes(size):
+            ddp(labels[:size].clamp(min=0)).square().mean().backward()
+
+    return grass.distributed.deal(work, batch, device="cpu")
+
+
+def bias(contestant: Contestant, labels: Tensor) -> float:
+    """The relative error of the first gradient against that of one process with the whole batch."""
+    if "FSDP2" in contestant.name:
+        return float("nan")
+    alone = model()
+    if contestant.name.startswith("Grass"):
+        grass.compact(alone, rank=0.125)
+        grass.GrassAdamW(alone)
+    logits = alone(labels.clamp(min=0))
+    functional.cross_entropy(logits.mT, next_tokens(labels)).backward()
+    contestant.backward(labels)
+    ours, theirs = (
+        torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (contestant.model, alone)
+    )
+    contestant.optimizer.zero_grad()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def worker(rank: int, store: str, path: str, speeds: tuple[int, ...], args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(speeds))
+    batch, device = BATCH[len(speeds)], Device(speeds[rank] / max(speeds), args.sample)
+    labels, dealt = samples(batch), measured(device, batch)
+    even = grass.distributed.deal([batch // len(speeds)] * len(speeds), batch)
+    deals = {"Grass, dealt": dealt, "Grass, even": even, "AdamW, even, DDP": even, "AdamW, even, FSDP2": even}
+    hand = grass.distributed.deal(dealt.division.sizes, batch) if dealt.division.micro_batches == 1 else even
+    deals[MEAN] = hand
+    if len(speeds) == 2:
+        for first in range(2, batch, 2):
+            deals[f"Grass, {first} + {batch - first}"] = grass.distributed.deal([first, batch - first], batch)
+    contestants = [Contestant(name, device, deal) for name, deal in deals.items()]
+    rows = []
+    for contestant in contestants:
+        row = {"speeds": ":".join(map(str, speeds)), "contestant": contestant.name, "bias": bias(contestant, labels)}
+        contestant.step(labels)
+        with recorded_traffic() as sent:
+            contestant.step(labels)
+        rows.append({**row, "sent": sum(sent.values())})
+    for _ in range(args.rounds):
+        for contestant in contestants:
+            contestant.round(labels)
+    for contestant, row in zip(contestants, rows, strict=True):
+        division = contestant.deal.division
+        row |= {"sizes": "+".join(map(str, division.sizes)), "micro_batches": division.micro_batches}
+        row |= {"seconds": median(contestant.times)}
+        row["predicted"] = predicted(dealt.profiles, division.sizes, division.micro_batches).step
+        busy: list[float] = [0.0] * len(speeds)
+        dist.all_gather_object(busy, median(contestant.busy))
+        row |= {f"busy_{i}": seconds for i, seconds in enumerate(busy)}
+    if rank == 0:
+        Path(path).write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(speeds: tuple[int, ...], args: argparse.Namespace) -> pd.DataFrame:
+    """One table for some speeds."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "rows.json")
+        shared = os.path.join(folder, "store"), path, speeds, args
+        processes = [context.Process(target=worker, args=(rank, *shared)) for rank in range(len(speeds))]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            sys.exit("a rank failed")
+        table = pd.DataFrame(json.loads(Path(path).read_text()))
+    even = table.loc[table.contestant == "Grass, even", "seconds"].item()
+    return table.assign(times_even=even / table.seconds)
+
+
+def main() -> None:
+    args = parse()
+    result = pd.concat([run(speeds, args) for speeds in SPEEDS[: args.clusters]])
+    print(result.to_string(index=False, float_format="%.3f"))
+    write(result, args.csv, rounds=args.rounds, sample=args.sample)
+
+
+def parse() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="of all contestants in turn")
+    parser.add_argument("--sample", type=float, default=0.04, help="seconds for a sample on the fastest device")
+    parser.add_argument("--clusters", type=int, default=len(SPEEDS), help="how many of the speeds to run")
+    parser.add_argument("--csv", type=Path, default=Path(__file__).parents[2] / "benchmarks" / "uneven.csv")
+    args = parser.parse_args()
+    if args.rounds < 1 or not args.sample > 0 or not 1 <= args.clusters <= len(SPEEDS):
+        parser.error(f"Invalid --rounds {args.rounds}, --sample {args.sample} or --clusters {args.clusters}")
+    return args
+
+
+if __name__ == "__main__":
+    main()
