@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Trainer
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
 
 from grass.integrations.transformers.callback import GrassCallback
 from grass.integrations.transformers.factory import GrassFactory, check_keywords, check_optim
+from grass.integrations.transformers.uneven import Sizes, UnevenTraining
 
 
 class GrassTrainerMixin:
@@ -19,12 +21,15 @@ class GrassTrainerMixin:
 
         trainer = GrassSFTTrainer(model, ..., grass={"rank": 0.25, "state_policy": "keep"})
 
+    ``deal=[11, 5]`` gives the first of two processes 11 samples of each micro-batch and the second 5; ``deal="auto"``
+    measures how many (:mod:`grass.distributed.uneven`).
+
     Raises:
         TypeError: ``grass`` has a key that the factory does not have.
         ValueError: another optimizer is given too, as by ``optim="adafactor"``.
     """
 
-    def __init__(self, *arguments: Any, grass: dict[str, Any], **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, grass: dict[str, Any], deal: Sizes | None = None, **keywords: Any) -> None:
         check_keywords(grass)
         super().__init__(*arguments, **keywords)
         trainer: Any = self
@@ -33,6 +38,21 @@ class GrassTrainerMixin:
         check_optim(trainer.args)
         trainer.optimizer_cls_and_kwargs = GrassFactory, {"args": trainer.args, **grass}
         trainer.add_callback(GrassCallback(trainer))
+        self._uneven = None if deal is None else UnevenTraining(trainer, deal)
+        if self._uneven is not None:
+            trainer.add_callback(self._uneven)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Trainer's loader, with uneven batches if ``deal`` was given."""
+        loader: DataLoader[Any] = super().get_train_dataloader()  # type: ignore[misc]
+        return loader if self._uneven is None else self._uneven.loader(loader)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Samples of a step, of all processes."""
+        if self._uneven is not None and self._uneven.deal is not None:
+            return self._uneven.deal.division.batch
+        total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
+        return total
 
 
 class GrassTrainer(GrassTrainerMixin, Trainer):

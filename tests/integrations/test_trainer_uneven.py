@@ -1,0 +1,133 @@
+"""``GrassTrainer(deal=...)``: uneven processes train as one, also after a resume on other ones; wrong arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from grass.integrations.transformers import GrassTrainer, uneven  # noqa: E402
+from grass.machine.profile import Profile  # noqa: E402
+from tests.distributed.training import assert_close  # noqa: E402
+from tests.distributed.uneven.training import llama, samples  # noqa: E402
+from tests.distributed.world import run_world  # noqa: E402
+from tests.integrations.runs import arguments, logged  # noqa: E402
+
+GRASS = {"rank": 0.25, "update_interval": 2, "selection": "multinomial_norm"}
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+"""Transformers computes losses and norms in float32."""
+
+
+def trainer(out: Path, sizes: Any, model: Any = None, **options: Any) -> GrassTrainer:
+    """40 samples, 5 steps of 8 in an epoch, a checkpoint within the second one."""
+    size = 4 // int(os.environ.get("WORLD_SIZE", 1))
+    values = {
+        "per_device_train_batch_size": size,
+        "max_steps": 9,
+        "save_steps": 7,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        **options,
+    }
+    args = arguments(out, **values)
+    return GrassTrainer(model or llama(), args, train_dataset=samples(), grass=GRASS, deal=sizes)
+
+
+def run(rank: int, out: Path, sizes: Any, resume: str | None = None) -> tuple[dict[str, torch.Tensor], list[Any], int]:
+    if torch.distributed.get_world_size() > 1:
+        found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": torch.distributed.get_world_size()}
+        os.environ.update({name: str(value) for name, value in found.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    made = trainer(out, sizes, save_strategy="no" if resume else "steps")
+    made.train(resume_from_checkpoint=resume)
+    assert made.args.world_size == torch.distributed.get_world_size()
+    return dict(made.model.state_dict()), logged(made, "loss"), made.get_total_train_batch_size(made.args)
+
+
+@pytest.mark.slow
+def test_trains_as_one_process_and_resumes_on_one_and_three(tmp_path: Path) -> None:
+    [(expected, losses, batch)] = run_world(run, 1, tmp_path / "one", [4])
+    assert batch == 8
+    for weights, found, size in run_world(run, 2, tmp_path / "two", [3, 1]):
+        assert_close(weights, expected, **CLOSE)
+        torch.testing.assert_close(found, losses, **CLOSE)
+        assert size == 8
+    checkpoint = str(tmp_path / "two" / "checkpoint-7")
+    for sizes in ([4], [2, 1, 1]):
+        for weights, found, _ in run_world(run, len(sizes), tmp_path / "resumed", sizes, checkpoint):
+            assert_close(weights, expected, **CLOSE)
+            torch.testing.assert_close(found[-2:], losses[-2:], **CLOSE)
+
+
+def test_auto_measures_and_divides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process whose memory ends at four samples: eight are two micro-batches."""
+    tried = []
+    loss_of = uneven.loss_of
+
+    def limited(trainer: Any, inputs: list[Any], loader: Any, items: int) -> torch.Tensor:
+        tried.append(len(inputs))
+        if len(inputs) > 4:
+            raise torch.OutOfMemoryError
+        return loss_of(trainer, inputs, loader, items)
+
+    monkeypatch.setattr(uneven, "loss_of", limited)
+    made = trainer(tmp_path, "auto", per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=2)
+    made.train()
+    assert set(tried) == {1, 2, 4, 5, 6, 8}  # one first, to see what the loss does
+    assert made.args.gradient_accumulation_steps == 8 // made._uneven.deal.size >= 2
+    assert made.get_total_train_batch_size(made.args) == 8
+    assert isinstance(made._uneven.deal.profiles[0], Profile)
+    assert made.state.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"accelerator_config": {"split_batches": True}}, "Invalid split_batches=True"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "Invalid dispatch_batches=True"),
+        ({"average_tokens_across_devices": False}, "Invalid average_tokens_across_devices=False"),
+    ],
+)
+def test_arguments_that_do_not_fit(tmp_path: Path, options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        trainer(tmp_path, [4], **options)
+
+
+def test_a_deal_of_another_type(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="Invalid deal='even': must be 'auto' or the samples of each process"):
+        trainer(tmp_path, "even")
+
+
+class Plain(torch.nn.Module):
+    """A language model without ``num_items_in_batch``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.inner(input_ids=input_ids, labels=labels).loss}
+
+
+class Ignoring(Plain):
+    """One that takes it and ignores it."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **ignored: Any) -> dict[str, torch.Tensor]:
+        return super().forward(input_ids, labels)
+
+
+def test_models_whose_loss_is_a_mean(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Plain\.forward does not take num_items_in_batch"):
+        trainer(tmp_path, [4], Plain())
+    with pytest.raises(ValueError, match="The loss of Ignoring ignores num_items_in_batch"):
+        trainer(tmp_path, [4], Ignoring()).train()
+
+
+def test_sizes_for_other_numbers_of_processes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Invalid sizes=\[3, 1\]: must be 1 numbers"):
+        trainer(tmp_path, [3, 1]).train()
