@@ -41,7 +41,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
         explore=args.explore,
         selection=args.selection,
         dim=args.dim,
-        policy=args.state_policy,
+        state_policy=args.state_policy,
         moment_dtype=args.moment_dtype,
         active_dtype=getattr(torch, args.active_dtype or "float32"),
         batch_size=args.batch_size,
