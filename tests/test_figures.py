@@ -109,3 +109,14 @@ def test_no_number_is_loose(page) -> None:
         r"[^\n]{0,30}(?<![\w.])\d+\.\d+(?!\.?\w)[^\n]{0,20}|[^\n]{0,30}\b\d+ (?:ms|tokens/s|times as)\b", text
     )
     assert not loose
+
+
+def test_matrix_names_tests_that_there_are(monkeypatch):
+    support.support()
+    for answer, test, message in (
+        ("yes", "test_figures::test_that_nobody_wrote", "there is no test"),
+        ("KeyError", "offload/test_faults::test_step_in_backward_is_refused", "expects no KeyError"),
+    ):
+        monkeypatch.setattr(support, "CELLS", {"DDP": {"dense mode": (answer, test)}})
+        with pytest.raises(ValueError, match=message):
+            support.support()

@@ -17,6 +17,7 @@ from page_tables import (
     speed,
     streaming,
     study,
+    support,
     sweep,
 )
 
@@ -39,6 +40,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "slow_link": distributed.slow_link,
     "offload": offload.offload,
     "streaming": streaming.streaming,
+    "support": support.support,
     "loss": study.loss,
     "reach": study.reach,
     "finals": study.finals,

@@ -105,7 +105,7 @@ def test_equals_separate_converted_layers(dim: int, explore: int) -> None:
     if not explore:
         losses = train(model, optimizer, 9)
         assert losses == pytest.approx(train(plain, alone, 9), rel=1e-10)
-        assert losses[-1] != losses[0]
+        assert losses[-1] < losses[0]
         return
     losses = train(model, optimizer, 1, rests=False)  # later draws differ, because the parameters' places do
     assert losses == pytest.approx(train(plain, alone, 1, rests=False), rel=1e-10)
@@ -258,7 +258,7 @@ def test_attach() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     grass.attach(optimizer, model, update_interval=3)
     losses = train(model, optimizer, 6, rests=False)
-    assert losses[-1] != losses[0]
+    assert losses[-1] < losses[0]
     assert all(layer.holds_active() for layer in rows_of(model))
 
 
