@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 figures = runpy.run_path(str(ROOT / "scripts" / "figures.py"))
 corrected, evaluate = figures["corrected"], figures["evaluate"]
-source = sys.modules["page_tables.source"]
+source, support = sys.modules["page_tables.source"], sys.modules["page_tables.support"]
 
 CONDITIONS = r"torch 2\.13\.0|Python 3\.1\d|galore-torch 1\.0|apollo-torch 1\.0\.3|fira 1\.0\.2|DeepSpeed 0\.19\.8|"
 CONDITIONS += r"Apache-2\.0|0\.87 million|8\.8 million|1\.1 million|4\.4 million|about\s+0\.015"
