@@ -100,6 +100,9 @@ def test_wheel_works_outside_the_tree(built: Path) -> None:
     compiler = any(map(shutil.which, ("g++", "clang++")))
     code = USE.replace("FUSED", "True" if compiler else "None")
     files = python("-c", code, path=target, cwd=built).split()
+    installed = {path.name for path in target.iterdir() if not path.name.endswith(".dist-info")}
+    assert installed == {"grass", "bin"} | ({"__pycache__"} & installed)  # no trainer, no scripts, no tests
+    assert {path.name for path in (target / "bin").iterdir()} == {"grass-memory"}
     assert len(files) == 3
     assert all(Path(file).is_relative_to(target) for file in files)
 

@@ -23,7 +23,7 @@ def built(mode: str) -> tuple[Network, GrassAdamW]:
     """DeepSpeed wants parameters to be contiguous."""
     if mode == "dense":
         return dense(torch.float32)
-    return converted(torch.float32, **OPTIONS)
+    return converted(torch.float32, **{**OPTIONS, "dim": 0})
 
 
 def train_by_deepspeed(mode: str, stage: int) -> dict[str, Tensor]:
