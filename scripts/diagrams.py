@@ -45,7 +45,7 @@ def main() -> None:
     out = parser.parse_args().out
     mpl.rcParams.update({"svg.hashsalt": "grass", "font.size": 9, "svg.fonttype": "none"})
     out.mkdir(parents=True, exist_ok=True)
-    for diagram in (what_exists, life_of_a_selection, offload_timeline, grid_costs):
+    for diagram in (what_exists, life_of_a_selection, offload_timeline, grid_costs, uneven_shares, uneven_timeline):
         diagram().savefig(out / f"{diagram.__name__}.svg", metadata={"Date": None})
 
 
@@ -148,6 +148,42 @@ def grid_costs() -> Figure:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
     figure.legend(*received.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def uneven_shares() -> Figure:
+    """Draw the step of two ranks of speeds 3:1 by the share of the first, measured and predicted."""
+    rows = pd.read_csv(COUNTED.with_name("uneven.csv"))
+    rows = rows[rows.contestant.str.match(r"Grass, \d")]
+    first = rows.sizes.str.split("+").str[0].astype(int)
+    figure = Figure(figsize=(5, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(first, rows.predicted, color=INK, label="predicted")
+    axes.plot(first, rows.seconds, "o", color=FILL, label="measured")
+    axes.set(xlabel="samples of the rank that is 3 times as fast, of 16", ylabel="step, s", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return figure
+
+
+def uneven_timeline() -> Figure:
+    """Draw how long each rank computes in a step and how long it waits, for an even and an uneven batch."""
+    rows = pd.read_csv(COUNTED.with_name("uneven.csv"))
+    every = list(rows.speeds.unique())
+    figure = Figure(figsize=(8, 1 + len(every)), layout="constrained")
+    for axes, speeds in zip(figure.subplots(len(every), 2, sharex=True), every, strict=True):
+        for place, contestant in zip(axes, ("Grass, even", "Grass, dealt"), strict=True):
+            row = rows[(rows.speeds == speeds) & (rows.contestant == contestant)].iloc[0]
+            ranks = speeds.split(":")
+            busy = [row[f"busy_{rank}"] for rank in range(len(ranks))]
+            place.barh(range(len(ranks)), row.seconds, color=LIGHT, label="waits")
+            place.barh(range(len(ranks)), busy, color=FILL, label="computes")
+            place.set(title=f"{contestant.removeprefix('Grass, ')}: {row.sizes}")
+            place.set_yticks(range(len(ranks)), [f"speed {speed}" for speed in ranks])
+            place.invert_yaxis()
+    for place in axes:
+        place.set_xlabel("seconds of a step")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 

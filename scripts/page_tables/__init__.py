@@ -38,6 +38,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "wire_bytes": distributed.wire_bytes,
     "grid_link": distributed.grid_link,
     "slow_link": distributed.slow_link,
+    "uneven": distributed.uneven,
     "offload": offload.offload,
     "streaming": streaming.streaming,
     "support": support.support,

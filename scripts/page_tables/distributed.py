@@ -60,3 +60,23 @@ def slow_link() -> str:
             for row in read("slow_link.csv")
         ),
     )
+
+
+def uneven() -> str:
+    """Steps of uneven batches on stand-ins for devices."""
+    header = ["speeds", "", "sizes", "step", "predicted", "times even", "error of the gradient"]
+    return table(
+        header,
+        (
+            [
+                row["speeds"],
+                row["contestant"],
+                row["sizes"].replace("+", " + "),
+                *(f"{float(row[name]):.2f} s" for name in ("seconds", "predicted")),
+                number(row["times_even"], ".2f"),
+                f"{float(row['bias']):.0%}" if row["bias"] else "",
+            ]
+            for row in read("uneven.csv")
+            if not row["contestant"].removeprefix("Grass, ")[0].isdigit()
+        ),
+    )
