@@ -7,6 +7,7 @@ r"""What training a model takes, by category and method, and what fits a GPU.
     python -m grass.memory --model 13b --offload-path /fast/disk
     python -m grass.memory --model 70b --stream --gpu 24GB --host 192GB
     python -m grass.memory --model 13b --tokens 26B --tflops 400
+    python -m grass.memory --model 13b --stream --sweep 6x300 --devices 2 --tflops 200 --host 192GB
     python -m grass.memory --model path/to/config.json --no-checkpointing --chunked-loss 0
 
 Nothing is allocated: what a block saves is counted on tensors without contents, the rest follows in closed form; all is
@@ -30,6 +31,7 @@ from grass.command_line import ArgumentParser, number
 from grass.machine.rates import Machine
 from grass.memory.models import load_architecture
 from grass.memory.setting import MOMENTS, Setting
+from grass.memory.sweep import Sweep
 from grass.memory.table import render
 from grass.memory.units import UNITS, count, format_bytes, size
 from grass.options import POLICIES
@@ -79,8 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.machine is not None and not setting.offload:
             raise ValueError("--machine predicts offloaded steps: add --offload or --stream")
         machine = None if args.machine is None else Machine.read(args.machine)
-        budget = _budget(args.tokens, args.tflops)
-        print(render(args.model, model, setting, args.gpu, machine, args.host, budget))
+        budget = _budget(args.tokens, args.tflops, swept=args.sweep is not None)
+        sweep = None if args.sweep is None else _swept(args, setting, machine)
+        print(render(args.model, model, setting, args.gpu, machine, args.host, budget, sweep))
         if args.offload_path is not None:
             print(_room(args.offload_path))
     except (ImportError, OSError, ValueError) as error:
@@ -136,14 +139,27 @@ def argument_parser() -> ArgumentParser:
     add("--host", type=size, metavar="SIZE", help="host memory to fit, with --gpu")
     add("--machine", type=Path, metavar="FILE", help="rates of python -m grass.offload --out: how long steps take")
     add("--tokens", type=count, metavar="NUMBER", help="how many days so many tokens take, as in 26B; with --tflops")
-    add("--tflops", type=float, help="10^12 floating-point operations a second that training reaches, with --tokens")
+    add(
+        "--tflops",
+        type=float,
+        help="10^12 operations a second that training reaches, with --tokens or --sweep",
+    )
+    add("--sweep", metavar="TRIALSxSTEPS", help="hours of so many trials; with --tflops, or --stream and --machine")
+    add("--devices", type=int, default=2, help="of the sweep; default: 2")
     add("--slack", type=float, default=0.02, help="allocator slack, a fraction of the peak: an assumption")
     return parser
 
 
-def _budget(tokens: float | None, tflops: float | None) -> tuple[float, float] | None:
+def _swept(args: argparse.Namespace, setting: Setting, machine: Machine | None) -> tuple[Sweep, float | None]:
+    """The sweep, and the TFLOP/s that say how long its steps take unless a machine does."""
+    if args.tflops is None and not (setting.stream and machine is not None):
+        raise ValueError("--sweep needs how long steps take: add --tflops, or --stream with --machine")
+    return Sweep.parse(args.sweep, args.devices), args.tflops
+
+
+def _budget(tokens: float | None, tflops: float | None, *, swept: bool) -> tuple[float, float] | None:
     """Tokens and TFLOP/s, if they were given."""
-    if tokens is None and tflops is None:
+    if tokens is None and (tflops is None or (swept and 0 < tflops < math.inf)):
         return None
     if tokens is None or tflops is None:
         raise ValueError("--tokens and --tflops go together: days need both")

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from grass.machine.rates import Machine
 from grass.memory.architecture import Architecture
-from grass.memory.duration import days
+from grass.memory.duration import SECONDS_OF_A_DAY, days
 from grass.memory.fits import largest_that_fit
 from grass.memory.methods import METHODS, OFFLOADABLE, Host
 from grass.memory.offloading import step_tasks
 from grass.memory.planner import Plan, plan
 from grass.memory.setting import Setting
 from grass.memory.streaming import step_seconds, visiting
+from grass.memory.sweep import Sweep
 from grass.memory.units import format_bytes
 from grass.offload.tasks import simulate
 
@@ -36,10 +37,12 @@ def render(
     machine: Machine | None = None,
     host: int | None = None,
     budget: tuple[float, float] | None = None,
+    sweep: tuple[Sweep, float | None] | None = None,
 ) -> str:
     """The table; with a ``gpu`` (and a ``host``) of so many bytes what fits; with a ``machine`` how long steps take.
 
-    ``budget`` is a number of tokens and the TFLOP/s of training: with it, how many days they take.
+    ``budget`` is a number of tokens and the TFLOP/s of training: with it, how many days they take. ``sweep`` has the
+    TFLOP/s too, or ``None`` if ``machine`` says how long a step takes.
     """
     plans = {method: plan(method, model, setting) for method in METHODS}
     rows = [["", *plans]] + [
@@ -75,6 +78,8 @@ def render(
         tokens, tflops = budget
         every = [f"{days(method, model, setting, tokens, tflops):,.3g}" for method in plans]
         rows.append([f"days, {tokens:.3g} tokens, {tflops:g} TFLOP/s", *every])
+    if sweep is not None:
+        rows += _sweep(plans, model, setting, *sweep, machine, host)
     notes = ["GB are 10^9 bytes. The peak is less than the sum: gradients grow while activations shrink."]
     if setting.offload:
         notes.append(
@@ -87,8 +92,42 @@ def render(
         )
     if budget is not None:
         notes.append("Days count the products with weights only, not attention, optimizer steps or copies.")
+    if sweep is not None:
+        notes.append(
+            f"Sweep: {sweep[0].trials} trials of {sweep[0].steps} steps. Pipelined: micro-batches of one sequence, "
+            f"{setting.batch_size} in all, and stages that are equally long."
+        )
     notes += [f"Peak of {method}: {p.peak_at}." for method, p in plans.items()]
     return "\n".join([_heading(name, model, setting, gpu), "", *_aligned(rows), "", *notes])
+
+
+def _sweep(
+    plans: dict[str, Plan],
+    model: Architecture,
+    setting: Setting,
+    sweep: Sweep,
+    tflops: float | None,
+    machine: Machine | None,
+    host: int | None,
+) -> list[list[str]]:
+    """Hours of a sweep, and how many of its trials fit host memory at a time."""
+    seconds: list[float | None] = []
+    for method in plans:
+        held = METHODS[method](model, setting) if method in OFFLOADABLE else None
+        if tflops is not None:
+            seconds.append(days(method, model, setting, setting.tokens, tflops) * SECONDS_OF_A_DAY)
+        else:
+            assert machine is not None
+            seconds.append(None if held is None else step_seconds(method, held, model, setting, machine))
+    hours = [None if s is None else sweep.hours(s, setting.batch_size) for s in seconds]
+    labels = (f"pool of {sweep.devices} devices", "one device", f"pipelined over {sweep.devices} devices")
+    rows = [
+        [f"hours, {label}", *("-" if h is None else f"{h[i]:,.3g}" for h in hours)] for i, label in enumerate(labels)
+    ]
+    if host is not None and setting.offload:
+        fits = ["-" if m not in OFFLOADABLE else str(host // max(p.on_host, 1)) for m, p in plans.items()]
+        rows.append([f"trials at a time in {format_bytes(host)} of host memory", *fits])
+    return rows
 
 
 def _streaming(model: Architecture, setting: Setting, machine: Machine | None) -> list[list[str]]:
