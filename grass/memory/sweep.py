@@ -43,12 +43,12 @@ class Sweep(NamedTuple):
         Raises:
             ValueError: another text, or a number below 1.
         """
-        found = re.fullmatch(r"(\d+)x(\d+)", text)
-        if found is None or 0 in (numbers := [int(group) for group in found.groups()]):
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+        if found is None:
             raise ValueError(f"Invalid --sweep {text}: must be TRIALSxSTEPS, such as 6x300")
         if devices < 1:
             raise ValueError(f"Invalid --devices {devices}: must be >= 1")
-        return cls(*numbers, devices)
+        return cls(int(found[1]), int(found[2]), devices)
 
     def hours(self, step: float, microbatches: int) -> Hours:
         r"""Hours, if a step of one trial on one device takes ``step`` seconds.
