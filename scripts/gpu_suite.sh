@@ -13,6 +13,17 @@ mkdir -p "$out"
 out="$(cd "$out" && pwd)"
 python="${PYTHON:-python3}"
 export GRASS_COMMIT="${GRASS_COMMIT:-$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown)}"
+"$python" - <<'END' || exit 1
+from importlib.util import find_spec
+from sys import executable
+
+needed = ["torch", "triton", "transformers", "pandas", "scipy", "pytest", "hypothesis"]
+if missing := [name for name in needed if find_spec(name) is None]:
+    raise SystemExit(f"{executable} lacks {', '.join(missing)}: pip install {' '.join(missing)}")
+from importlib.metadata import version
+
+print("With", ", ".join(f"{name} {version(name)}" for name in needed[:3]))
+END
 export PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
 
 # The package as an installation lays it out: the kernels are grass.kernels.

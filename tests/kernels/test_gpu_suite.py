@@ -50,6 +50,19 @@ def test_smoke(tmp_path) -> None:
     assert (pd.read_csv(tmp_path / "offload_machine.csv").host_rate > 0).all()
 
 
+def test_says_at_once_what_python_lacks(tmp_path) -> None:
+    """Before anything is copied or run; a Python without site-packages has none of it."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    environment = {**os.environ, "OUT": str(tmp_path / "out"), "PYTHON": str(bare)}
+    command = ["bash", str(ROOT / "scripts/gpu_suite.sh"), "--smoke"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "lacks torch, triton, transformers, pandas, scipy, pytest, hypothesis: pip install torch" in result.stderr
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_every_kernel_has_its_benchmark() -> None:
     nouns = {path.stem for path in (ROOT / "triton_kernels").glob("*.py")}
     assert {*KERNELS, *SUPPORT} == nouns
