@@ -28,6 +28,10 @@ On several processes, by DDP or, with --fsdp, by FSDP2; batches are per process:
     torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --compact --rank 0.125 --out runs/ddp
     torchrun --nproc-per-node 2 --max-restarts 3 scripts/pretrain.py --compact --fsdp --resume --out runs/fsdp
 
+On processes of unlike speed, sequences of each in a batch; a stream cannot be dealt:
+
+    torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --compact --rank 0.125 --deal 11 5 --out runs/uneven
+
 The run's directory holds metrics.csv, TensorBoard logs, checkpoints, and at the end the model for from_pretrained.
 """
 
@@ -74,8 +78,8 @@ def run(parser: ArgumentParser, args: argparse.Namespace, processes: Processes) 
     try:
         warmup = min(100, args.steps // 10) if args.warmup is None else args.warmup
         train_config = from_flags(TrainConfig, args, autocast=args.dtype == "autocast", warmup=warmup)
-        shard = processes.rank, processes.size
-        data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None, shard=shard)
+        shard, deal = (processes.rank, processes.size), tuple(args.deal)
+        data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None, shard=shard, deal=deal)
         optimizer_config = from_flags(OptimizerConfig, args, name=args.optimizer)
         checkpoints = checkpoint_store(args, optimizer_config)
         check_streaming(args, processes)
@@ -199,6 +203,14 @@ def add_training_flags(add: Any) -> None:
 
 def add_data_flags(add: Any) -> None:
     add("--batch-size", type=int, default=8, help="sequences per batch")
+    add(
+        "--deal",
+        type=int,
+        nargs="+",
+        default=(),
+        metavar="SEQUENCES",
+        help="per batch of each process, for --batch-size",
+    )
     add("--seq-len", type=int, default=256, help="tokens per sequence")
     add("--eval-blocks", type=int, default=64, help="held-out sequences to evaluate on")
     add("--tokenizer", help="name or directory for AutoTokenizer; bytes if not given")

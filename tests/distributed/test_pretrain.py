@@ -65,6 +65,23 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         assert ours.keys() == theirs.keys()
 
 
+def dealt(rank: int, out: Path, sizes: tuple[str, ...]) -> None:
+    pretrain(rank, out, (*RUNS["compact"], "--deal", *sizes))
+
+
+@pytest.mark.slow
+def test_two_uneven_processes_train_as_one(tmp_path: Path) -> None:
+    run_world(dealt, 1, tmp_path / "one", ("4",))
+    run_world(dealt, 2, tmp_path / "two", ("3", "1"))
+    torch.testing.assert_close(columns(tmp_path / "two"), columns(tmp_path / "one"), rtol=2e-3, atol=0)
+
+
+def test_sizes_of_other_numbers_of_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        pretrain(0, tmp_path, ("--deal", "3", "1"))
+    assert "Invalid deal=(3, 1): must be 1 numbers >= 1, one for each process" in capsys.readouterr().err
+
+
 def with_a_nan(rank: int, out: Path) -> None:
     """Rank 1 gets a NaN loss in step 5."""
     loss = Trainer._loss

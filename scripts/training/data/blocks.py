@@ -21,6 +21,7 @@ class DataConfig:
         seq_len: predicted tokens per sequence.
         seed: of the order of blocks (files only; a stream keeps its own order).
         shard: which of how many equal parts to read: a process's rank and the number of processes.
+        deal: sequences of each process in every batch (files only); empty for equal parts.
         eval_blocks: held-out sequences to evaluate on, at most.
         tokenizer: name or path for ``AutoTokenizer``; ``None`` means bytes.
         text_files: glob patterns of text files; 5% of the files are held out, unless there are ``eval_files``.
@@ -37,6 +38,7 @@ class DataConfig:
     seq_len: int = 256
     seed: int = 0
     shard: tuple[int, int] = (0, 1)
+    deal: tuple[int, ...] = ()
     eval_blocks: int = 64
     tokenizer: str | None = None
     text_files: Sequence[str] = ()
@@ -54,6 +56,10 @@ class DataConfig:
                 raise ValueError(f"Invalid {name}={getattr(self, name)}: must be >= 1")
         if self.seed < 0:
             raise ValueError(f"Invalid seed={self.seed}: must be >= 0")
+        if self.deal and (len(self.deal) != self.shard[1] or min(self.deal) < 1):
+            raise ValueError(f"Invalid deal={self.deal}: must be {self.shard[1]} numbers >= 1, one for each process")
+        if self.deal and self.dataset:
+            raise ValueError(f"Invalid deal={self.deal}: a stream has no order to deal from, dataset={self.dataset!r}")
         if self.dataset and self.text_files:
             raise ValueError(f"Choose one of dataset={self.dataset!r} and text_files={self.text_files!r}")
         if self.dataset and not self.tokenizer:
@@ -100,17 +106,26 @@ class PackedBatches:
 
     Block ``i`` is ``tokens[i * seq_len : (i + 1) * seq_len + 1]``: each token is predicted once per epoch. Every epoch
     has its own permutation of the blocks, and batches run on across the border of two epochs. With
-    ``shard=(rank, size)``, every ``size``-th batch is served, from batch ``rank`` on.
+    ``shard=(rank, size)``, every ``size``-th batch is served, from batch ``rank`` on. With ``deal``, the process takes
+    its own sequences of every batch of ``sum(deal)``.
 
     Raises:
         ValueError: there is not one whole block.
     """
 
     def __init__(
-        self, tokens: Tensor, *, batch_size: int, seq_len: int, seed: int, shard: tuple[int, int] = (0, 1)
+        self,
+        tokens: Tensor,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        shard: tuple[int, int] = (0, 1),
+        deal: tuple[int, ...] = (),
     ) -> None:
         self.blocks = packed_blocks(tokens, seq_len)
-        self.batch_size = batch_size
+        self.batch_size = sum(deal) or batch_size
+        self.deal = deal
         self.seq_len = seq_len
         self.seed = seed
         self.shard = shard
@@ -126,9 +141,9 @@ class PackedBatches:
 
     def __next__(self) -> Tensor:
         rank, size = self.shard
-        batch = self.batch(self.position * size + rank)
+        batch = self.batch(self.position if self.deal else self.position * size + rank)
         self.position += 1
-        return batch
+        return torch.split(batch, list(self.deal))[rank] if self.deal else batch
 
     def state_dict(self) -> dict[str, Any]:
         """The number of batches served."""

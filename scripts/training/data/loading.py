@@ -28,7 +28,12 @@ def _packed_data(
 ) -> Data:
     tokens = encode_all(tokenizer, (document.text for document in train))
     batches = PackedBatches(
-        tokens, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed, shard=config.shard
+        tokens,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        seed=config.seed,
+        shard=config.shard,
+        deal=config.deal,
     )
     eval_tokens = encode_all(tokenizer, (document.text for document in held_out))
     eval_blocks = packed_blocks(eval_tokens, config.seq_len)

@@ -126,8 +126,11 @@ class Trainer:
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
         self.parallel = data_parallel(self.model, self.optimizer, self.processes)
-        sequences = self.config.accumulate * self.data.train.batch_size * self.processes.size
+        deal = getattr(self.data.train, "deal", ())
+        sequences = self.config.accumulate * self.data.train.batch_size * (1 if deal else self.processes.size)
         self.tokens_per_step = sequences * self.data.train.seq_len
+        # a mean over this process's sequences counts as often as it has more of them than the mean process
+        self.weight = deal[self.processes.rank] * self.processes.size / sum(deal) if deal else 1.0
         self.settings = {**self.settings, "processes": self.processes.size}
         self.in_backward = self._step_in_backward() if self.config.step_in_backward else None
         self.scheduler = get_cosine_with_min_lr_schedule_with_warmup(
@@ -197,7 +200,7 @@ class Trainer:
         losses = []
         for i in range(self.config.accumulate):
             with synchronised(self.parallel, i + 1 == self.config.accumulate):
-                loss = self._loss(next(self.data.train)) / self.config.accumulate
+                loss = self._loss(next(self.data.train)) * self.weight / self.config.accumulate
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         norm = self._clip() if self.in_backward is None else self.in_backward.grad_norm
