@@ -47,7 +47,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         flatten = getattr(value, "__tensor_flatten__", None)
-        return [value] if flatten is None else [t for name in flatten()[0] for t in _tensors(getattr(value, name))]
+        parts = [] if flatten is None else [getattr(value, name) for name in flatten()[0]]  # a DTensor's mesh is one
+        return [value] if flatten is None else [t for part in parts if isinstance(part, Tensor) for t in _tensors(part)]
     if isinstance(value, dict):
         return [t for v in value.values() for t in _tensors(v)]
     if isinstance(value, (list, tuple)):

@@ -55,9 +55,14 @@ def aligned_grad(parameter: Tensor) -> Tensor:
 
 
 def check_shards(tensor: Tensor, selected: int, name: str) -> None:
-    """Raise ``ValueError`` if a tensor is sharded along its dimension ``selected``, or holds partial sums."""
+    """Raise ``ValueError`` if a tensor is sharded along its dimension ``selected``, or holds partial sums.
+
+    One rank alone divides nothing.
+    """
     placements = getattr(tensor, "placements", ())
-    if any(not p.is_replicate() and shard_dim(p) in (None, selected) for p in placements):
+    ranks = tensor.device_mesh.shape if placements else ()  # type: ignore[attr-defined]
+    dims = [shard_dim(p) for p, size in zip(placements, ranks, strict=True) if size > 1 and not p.is_replicate()]
+    if any(dim in (None, selected) for dim in dims):
         raise ValueError(
             f"{name} of shape {tuple(tensor.shape)} is placed as {placements}, but Grass selects along dimension "
             f"{selected}: choose the other dim=, for FSDP2 pass "

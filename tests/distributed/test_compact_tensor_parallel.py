@@ -178,6 +178,7 @@ def saved(rank: int, sizes: tuple[int, ...], dim: int, folder: Path, first: int)
     [
         pytest.param((2,), [()], id="alone"),
         pytest.param((2, 2), [(), (2,), (1, 2)], id="fsdp2", marks=pytest.mark.slow),
+        pytest.param((1, 4), [(), (2, 2), (4, 1)], id="four strata", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -231,28 +232,35 @@ def test_a_checkpoint_of_one_process(dim: int, tmp_path: Path) -> None:
             assert set(own[: len(chosen[name])]) <= set(chosen[name])
 
 
-def from_meta(rank: int, sizes: tuple[int, ...], loads: bool) -> dict[str, Tensor]:
+def from_meta(rank: int, sizes: tuple[int, ...], way: str) -> dict[str, Tensor]:
     """Build, divide and convert without memory; then load the weights, or write them by hand."""
     with torch.device("meta"):
         model, _, data = sharded(sizes, 1, ROWS)
     model.to_empty(device="cpu")
     values = Network(torch.float64).state_dict()
-    if loads:
+    if way == "loaded":
         set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
     else:
-        for name, p in model.state_dict(keep_vars=True).items():
+        every = model.named_parameters() if way == "initialised" else model.state_dict(keep_vars=True).items()
+        for name, p in every:
+            if name not in values:  # active columns, which are the weight's
+                continue
             placed = isinstance(p, DTensor)
             value = distribute_tensor(values[name], p.device_mesh, p.placements) if placed else values[name]
-            p.data.copy_(value)
+            with torch.no_grad():
+                p.copy_(value)
     train(model, GrassAdamW(model, **OPTIONS), [own_share(batch, data) for batch in joint_batches(STEPS)])
     return {name: whole(value) for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=["alone", "fsdp2"])
-@pytest.mark.parametrize("loads", [pytest.param(True, marks=pytest.mark.slow), False], ids=["loaded", "by-hand"])
-def test_from_the_meta_device(loads: bool, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param("loaded", marks=pytest.mark.slow), pytest.param("state dict", marks=pytest.mark.slow), "initialised"],
+)
+def test_from_the_meta_device(way: str, sizes: tuple[int, ...]) -> None:
     expected, _ = one_process(1, {})
-    for ours in run_world(from_meta, math.prod(sizes), sizes, loads):
+    for ours in run_world(from_meta, math.prod(sizes), sizes, way):
         assert_close(ours, expected, **EXACT)
 
 

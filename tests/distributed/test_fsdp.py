@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from grass import GrassAdamW, compact
 from grass.distributed import shard_placement_fn
+from grass.memory import state_bytes
 from tests.compact.networks import Network, converted, loss_of, selections, train
 from tests.distributed.training import (
     OPTIONS,
@@ -281,3 +282,18 @@ def test_masters_of_sharded_parameters_resume_bit_for_bit(tmp_path: Path) -> Non
     for ours, found in run_world(masters, 2, tmp_path, 4):
         assert all(torch.equal(ours[name], value) for name, value in expected.items())
         assert all(torch.equal(a, b) for a, b in zip(found, every, strict=True))
+
+
+def bytes_of_state(rank: int) -> int:
+    """Of AdamW on a weight that one dimension of a mesh divides; the mesh refers to itself."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "shards"))["shards"]
+    weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)]))
+    optimizer = torch.optim.AdamW([weight])
+    weight.square().sum().backward()
+    optimizer.step()
+    return state_bytes(optimizer).device
+
+
+def test_bytes_of_a_sharded_state() -> None:
+    """Two moments of a rank's half, and the count of steps."""
+    assert run_world(bytes_of_state, 2) == [2 * 12 * 4 + 4] * 2

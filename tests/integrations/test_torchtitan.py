@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from titan.run import trained, write_data
 
 from tests.distributed.world import run_world
 from tests.integrations.runs import assert_same
-from tests.integrations.titan_run import trained, write_data
 
 pytest.importorskip("torchtitan", exc_type=ImportError)
 

@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from grass.memory import state_bytes
+from grass.parallel.shards import local
+
 ABSENT: dict[str, Any] = {
     "get_device_name": lambda *device: "cpu",
     "get_device_properties": lambda *device: SimpleNamespace(total_memory=1),
@@ -76,7 +79,7 @@ def outcome(folder: Path, arguments: list[str]) -> dict[str, Any]:
     """What torchtitan's Trainer makes of the tiny model: losses, weights, state, and bytes of a rank."""
     from torchtitan.config import ConfigManager
 
-    chosen = ["--module", "tests.integrations.titan_model", "--config", "tiny", "--dump_folder", str(folder)]
+    chosen = ["--module", "titan.model", "--config", "tiny", "--dump_folder", str(folder)]
     trainer = ConfigManager().parse_args([*chosen, *arguments]).build()
     losses, log = [], trainer.metrics_processor.log
 
@@ -87,8 +90,10 @@ def outcome(folder: Path, arguments: list[str]) -> dict[str, Any]:
     trainer.metrics_processor.log = logged
     trainer.train()
     trainer.close()
-    (model,) = trainer.model_parts
+    (model,), (optimizer,) = trainer.model_parts, trainer.optimizers.optimizers
     return {
+        "state_bytes": state_bytes(optimizer).device,
+        "gradient_bytes": sum(local(p).nbytes for p in model.parameters() if p.requires_grad),
         "losses": losses,
         "weights": {name: whole(value) for name, value in model.state_dict().items()},
         "state": {name: whole(value) for name, value in trainer.optimizers.state_dict().items()},

@@ -1,4 +1,4 @@
-"""A tiny LLaMA as torchtitan's ``--module tests.integrations.titan_model --config tiny``."""
+"""A tiny LLaMA as torchtitan's ``--module titan.model --config tiny``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Causal(Llama3Model):
         """As LLaMA's."""
 
     def get_attention_masks(self, positions: Any) -> None:
-        return None
+        """None: attention is causal, also over the borders of documents."""
 
 
 def tiny() -> Trainer.Config:

@@ -1,0 +1,1 @@
+"""torchtitan with a tiny model on CPUs, for tests and scripts."""
