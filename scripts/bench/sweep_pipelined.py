@@ -78,7 +78,7 @@ class Part(nn.Module):
         self.blocks = nn.ModuleList(every[i] for i in blocks)
         self.optimizer = torch.optim.SGD(self.parameters(), lr=lr)  # sums in another order stay close
         nbytes = sum(t.nbytes for t in self.blocks[0].parameters())
-        grass.stream(self, "cpu", units=["blocks"], bytes_per_second=nbytes / seconds)
+        grass.stream(self, "cpu", units=["blocks"], offload=grass.Offload(_bytes_per_second=nbytes / seconds))
 
     def forward(self, x: Tensor) -> Tensor:
         """All of its blocks."""
