@@ -130,7 +130,7 @@ def starting_rates() -> str:
         "embeddings, head, norms",
         'what `scale="auto"` makes of it, r = q = n/8',
     ]
-    return table([*heads, ""], lines)
+    return table([*heads, "basis"], lines)
 
 
 def _plain(rate: float) -> str:

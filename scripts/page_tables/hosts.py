@@ -10,7 +10,7 @@ NAMES = {"llamafactory": "LLaMA-Factory", "trl": "TRL, SFT"}
 
 def hosts() -> str:
     """Loss and bytes by AdamW and by Grass in each."""
-    header = ["host", "optimizer", "loss", "state, MB", "gradients, MB", "of AdamW's bytes"]
+    header = ["trainer", "optimizer", "loss", "state, MB", "gradients, MB", "of AdamW's bytes"]
     return table(
         header,
         (
