@@ -146,11 +146,13 @@ def arm(layer: CompactLayer, state: State, options: Options) -> None:
 def gathered_norms(layers: list[CompactLayer], ranks: Ranks) -> list[Tensor]:
     """Stop gathering sketches, average them over the ranks, and return the row norms of each.
 
+    The norms are the first rank's: kernels of unlike devices may differ in their last bits, and then in the rows.
     If a sketch overflowed, its norms are all zero: its largest rows would otherwise count as the smallest.
     """
     sketches = [layer.end_sketch() for layer in layers]
     ranks.mean_([sketch for sketch, layer in zip(sketches, layers, strict=True) if not layer.sums_sketch])
     norms = [torch.linalg.vector_norm(s if s.isfinite().all() else torch.zeros_like(s), dim=1) for s in sketches]
+    ranks.first_([of_all for of_all, layer in zip(norms, layers, strict=True) if not layer.sums_sketch])
     return [layer.rows_of_stratum(of_all) for layer, of_all in zip(layers, norms, strict=True)]
 
 

@@ -44,6 +44,15 @@ class Ranks:
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
+    def first_(self, tensors: list[Tensor]) -> None:
+        """Replace tensors of one dtype by those of the first rank, in one broadcast for all of them."""
+        if self.group is None or not tensors:
+            return
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.broadcast(flat, dist.get_global_rank(self.group, 0), group=self.group)
+        for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
     def gather(self, own: Tensor, sizes: list[int]) -> list[Tensor]:
         """The flat tensors of all ranks, which have one dtype; every rank knows their ``sizes``."""
         assert self.group is not None
