@@ -21,7 +21,7 @@ from grass.distributed.uneven.gradients import communicating, synchronised
 from grass.distributed.uneven.measuring import Work, measure
 from grass.distributed.uneven.sampler import UnevenBatches
 from grass.labels import IGNORED, next_tokens
-from grass.machine.division import Division, check_batch, divide
+from grass.machine.division import Division, check_batch, divide, divide_evenly
 from grass.machine.profile import Profile
 from grass.machine.rates import machine_name
 from grass.parallel.ranks import Ranks
@@ -219,7 +219,9 @@ def deal(
             own.save(profile)
         profiles = list(ranks.of_each(lambda: own))
     found = [one for one in profiles if one is not None]
-    return Deal(divide(found, batch), ranks, found, replan_every)
+    division, evenly = divide(found, batch), divide_evenly(found, batch)
+    logger.info("Grass: %s; evenly: %s", division, "does not fit" if evenly is None else evenly)
+    return Deal(division, ranks, found, replan_every)
 
 
 def checked(batch: int, replan_every: int, largest: int | None, ranks: int) -> tuple[int, int]:

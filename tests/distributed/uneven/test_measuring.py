@@ -151,6 +151,13 @@ def test_profiles_are_stored_and_read(tmp_path: Path) -> None:
         assert first * 2 == both == 2 * 4 * (1 + measuring.REPEATS)
 
 
+def test_the_log_has_the_even_division_too(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "grass"):
+        deal(lambda size: None, 4, device="cpu")
+    (line,) = [record.message for record in caplog.records if "evenly" in record.message]
+    assert line.count("4 samples: ") == 2
+
+
 def test_search_without_room() -> None:
     search = Search(8)
     search.note(1, None)
