@@ -149,7 +149,7 @@ def check_not_wrapped(model: nn.Module) -> None:
 
 
 def check_not_sharded(layers: dict[str, Any]) -> None:
-    """Refuse layers whose weights are sharded already, but for those whose class knows how.
+    """Refuse layers whose weights are sharded already, unless they are converted or their class says what divides them.
 
     Raises:
         ValueError: ``parallelize_module`` has placed one in a way that is not supported.
@@ -158,7 +158,7 @@ def check_not_sharded(layers: dict[str, Any]) -> None:
     for name, layer in layers.items():
         if is_tensor_parallel(layer) and layer.weight.device_mesh.ndim == 1:
             _check_split(name, layer.weight)
-        elif is_sharded(layer.weight) and getattr(layer, "divided_by", None) is None:
+        elif is_sharded(layer.weight) and not hasattr(layer, "divided_by"):
             raise RuntimeError(
                 f"Too late to convert {name!r}: its weight is sharded, as {layer.weight.placements}. Call "
                 "grass.compact() before fully_shard; tensor parallelism has to be torch's parallelize_module, not "

@@ -297,3 +297,13 @@ def bytes_of_state(rank: int) -> int:
 def test_bytes_of_a_sharded_state() -> None:
     """Two moments of a rank's half, and the count of steps."""
     assert run_world(bytes_of_state, 2) == [2 * 12 * 4 + 4] * 2
+
+
+def converted_again(rank: int) -> tuple[list[str], list[str]]:
+    model, _ = sharded()
+    return compact(model, rank=3, explore=0), compact(Network(torch.float64), rank=3, explore=0)
+
+
+def test_converted_layers_stay_as_they_are_once_sharded() -> None:
+    for again, first in run_world(converted_again, 2):
+        assert again == first
