@@ -31,6 +31,8 @@ IN_PLACE = {
     "loaded weight. Without it: they would overwrite it in the next step.",
     "_version": "A tensor's count of changes in place. For: noticing that a weight was changed from outside. Without "
     "it: stale copies would be used, on the device and on the host.",
+    "_prepare_inputs": "A Trainer's way of moving a batch to its device. For: timing a Trainer's steps before "
+    "training. Without it: deal='auto' would have to move batches itself.",
     "_foreach_add_": "For, as all of _foreach_*: one call for many tensors. Without it: a call for each, which takes "
     "longer.",
     "_foreach_addcdiv_": "See _foreach_add_.",

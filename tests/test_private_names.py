@@ -144,6 +144,15 @@ def test_methods_that_layers_override():
     assert model[0].weight.dtype == torch.float16
 
 
+def test_prepare_inputs_of_trainer(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(nn.Linear(2, 2), arguments)
+    prepared = trainer._prepare_inputs({"x": torch.ones(2)})
+    assert torch.equal(prepared["x"], torch.ones(2))
+    assert prepared["x"].device == arguments.device
+
+
 def test_version_counts_changes_in_place():
     weight = nn.Parameter(torch.zeros(2))
     before = weight._version
