@@ -35,6 +35,7 @@ def test_training(mode: str, offload: Any, cache: int, explore: int, tmp_path: P
     assert_same_training(mode, {"explore": explore}, offload=offload, stream=stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [0, 1 << 30])
 def test_rows_more_precise_than_the_weight(cache: int, tmp_path: Path) -> None:
     """Such rows are stepped by another kernel where the step does not write the weight: they differ in the last bit."""
