@@ -22,9 +22,17 @@ OF_THE_LAW = {
     "explore",
     "compact",
     "autocast",
-    *("update_interval", "selection", "dim", "state_policy"),
+    "update_interval",
+    "selection",
+    "dim",
+    "state_policy",
 }
 """Settings in which cells of the law differ; the last four are those of AdamW with two rates."""
+
+
+def settings_of(row: Row) -> dict[str, str]:
+    """The settings of a cell by name."""
+    return dict(word.split("=", 1) for word in row["settings"].split())
 
 
 def frontier() -> str:
@@ -70,7 +78,7 @@ def width() -> str:
     """Losses after 270 steps by model, method and the rate of the projected weights."""
     found: dict[tuple[str, str], dict[float, list[float]]] = {}
     for row in read("cells.csv"):
-        values = dict(word.split("=", 1) for word in row["settings"].split())
+        values = settings_of(row)
         fits = row["steps"] == "270" and row["optimizer"] == "grass" and values["lr"] == str(RATE)
         if fits and "autocast" not in values and values.get("rank") in ("1.0", "0.125"):
             rate = RATE * float(values.get("scale", 1))
@@ -92,7 +100,7 @@ def law(steps: str) -> str:
     """Losses in float32 by width, fraction and rate of the projected weights at a horizon: the study ``law``."""
     losses: dict[tuple[int, float], dict[float, list[str]]] = {}
     for row in read("cells.csv"):
-        values = dict(word.split("=", 1) for word in row["settings"].split())
+        values = settings_of(row)
         fits = row["steps"] == steps and row["optimizer"] == "grass" and values["lr"] == str(RATE)
         if fits and "autocast" in values and set(values) <= OF_THE_LAW:
             fraction, rate = float(values.get("rank", 0.25)), RATE * float(values["scale"])
@@ -110,7 +118,7 @@ def starting_rates() -> str:
     """The best rates of linear layers by width, of AdamW with two rates and of compact mode, and where they lead."""
     means: dict[tuple[str, float], dict[float, list[float]]] = {}
     for row in select("cells.csv", "pretrain & 270 & grass"):
-        values = dict(word.split("=", 1) for word in row["settings"].split())
+        values = settings_of(row)
         if values["lr"] == str(RATE) and set(values) <= OF_THE_LAW and row["model"] in WIDTHS:
             of = means.setdefault((row["model"], float(values.get("rank", 0.25))), {})
             of.setdefault(RATE * float(values.get("scale", 1)), []).append(float(row["loss_100"]))

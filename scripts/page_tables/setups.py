@@ -61,9 +61,14 @@ def method_of(args: argparse.Namespace) -> str:
     return "AdamW" if args.optimizer == "adamw" else "Grass int8" if args.weights else "Grass"
 
 
+def config_of(args: argparse.Namespace) -> Any:
+    """The configuration of the model."""
+    return llama_config(args.model, vocab_size=T5_VOCABULARY, max_seq_len=args.seq_len)
+
+
 def planned(args: argparse.Namespace) -> tuple[Plan, Any]:
     """The plan for a recipe's arguments, and the model's configuration."""
-    config = llama_config(args.model, vocab_size=T5_VOCABULARY, max_seq_len=args.seq_len)
+    config = config_of(args)
     return plan(method_of(args), Architecture.from_config(config), setting_of(args)), config
 
 
@@ -73,12 +78,13 @@ def setups() -> str:
     rows = []
     for recipe in RECIPES:
         args = parser.parse_args(flags(recipe))
-        found, config = planned(args)
+        config, setting, method = config_of(args), setting_of(args), method_of(args)
+        model = Architecture.from_config(config)
+        found = plan(method, model, setting)
         gpu = re.findall(r"_(\d+)gb", recipe.stem)[0]
         grass = args.optimizer == "grass"
         rank, hidden = args.rank, config.hidden_size
         factor = auto_scale(hidden, rank, rank) if grass else 1.0
-        seconds = days(method_of(args), Architecture.from_config(config), setting_of(args), BILLION, TFLOPS)
         rows.append(
             [
                 args.model.upper(),
@@ -88,7 +94,7 @@ def setups() -> str:
                 f"{args.lr * factor:.1g}" if factor != 1 else f"{args.lr:g}",
                 f"{found.total / 1e9:.0f} GB",
                 f"{found.on_host / 1e9:.0f} GB" if found.on_host else "",
-                f"{seconds:.1f}",
+                f"{days(method, model, setting, BILLION, TFLOPS):.1f}",
             ]
         )
     order = sorted(rows, key=lambda row: (float(row[0].split("B")[0]), int(row[1].split()[0])))
