@@ -1,35 +1,33 @@
-"""Run the cells of a grid that have no row yet, one after another.
+"""Run the cells of a grid that have no row yet, by ``grass.sweep``: each is a trial in a process of its own.
 
     python scripts/study/run.py                                  # benchmarks/quality/: grid.yaml -> cells.csv
-    python scripts/study/run.py --workers 2                      # two processes of one thread each
+    python scripts/study/run.py --workers 2                      # two cells at a time, of one thread each
     python scripts/study/run.py --grid my.yaml --results my.csv
 
-Stop it at any time, also with SIGKILL: only the cells in flight are lost, and the same command goes on. Several of
-these commands may run side by side: a cell that one of them has begun is left to it. The grid is read again after every
-cell, so that what is added to it meanwhile is run too.
+Stop it at any time, also with SIGKILL: only the cells in flight are lost, and the same command goes on. When all cells
+have ended the grid is read again, so that what was added to it meanwhile is run too. ``--out`` has what cells print.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import subprocess
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from base import BASE, ensure_base
 from finetuning import finetune
-from grid import Cell, Grid, load_grid
+from grid import CURVE_POINTS, Cell, Grid, load_grid
 from pretraining import pretrain
-from results import CURVE, Results
+from results import CURVE, KEY, Results
 
 sys.path.append(str(Path(__file__).parents[1]))
 from provenance import commit
 
+import grass.sweep
 from grass.command_line import ArgumentParser
 
 DIRECTORY = Path(__file__).parents[2] / "benchmarks" / "quality"
@@ -39,31 +37,56 @@ def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--grid", type=Path, default=DIRECTORY / "grid.yaml")
     parser.add_argument("--results", type=Path, help="default: cells.csv beside the grid")
-    parser.add_argument("--locks", type=Path, default=Path("runs/study/locks"), help="where begun cells are marked")
+    parser.add_argument("--out", type=Path, default=Path("runs/study/sweep"), help="journals and logs of the cells")
     parser.add_argument("--base", type=Path, default=BASE, help="model to finetune, made if it is not there")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="per process")
     args = parser.parse_args(argv)
+    results = args.results or args.grid.with_name("cells.csv")
+    trial = partial(train, grid=str(args.grid), results=str(results), base=str(args.base), threads=args.threads)
+    devices, failed = [f"cpu:{i}" for i in range(args.workers)], list[dict[str, Any]]()
     try:
-        load_grid(args.grid)
+        while not failed and (cells := cells_without_row(args.grid, results)):
+            keys = [dict(zip(KEY, cell.key, strict=True)) for cell in cells]
+            table = grass.sweep.run(
+                trial, keys, out=args.out, steps=CURVE_POINTS, devices=devices, seconds=in_order, retry=True
+            )
+            done = Results(results).done()
+            failed = [row for row in table if tuple(row[name] for name in KEY) not in done]
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    command = [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv), "--workers", "1"]
-    others = [subprocess.Popen(command) for _ in range(args.workers - 1)]
-    torch.set_num_threads(args.threads)
-    results, unfinished = Results(args.results or args.grid.with_name("cells.csv")), False
-    args.locks.mkdir(parents=True, exist_ok=True)
-    while not unfinished:
-        grid = load_grid(args.grid)
-        with next_cell(grid, results, args.locks) as cell:
-            if cell is None:
-                break
-            values = run_cell(cell, grid, args.base)
-            if values is not None:
-                results.append(cell, values)
-                print(*cell.key, values[CURVE[-1]], flush=True)
-            unfinished = values is None
-    return max((process.wait() for process in others), default=int(unfinished))
+    for row in failed:
+        why = row["message"] or f"{args.out} says that it has ended, so it has lost its row: remove {args.out}"
+        print(*(row[name] for name in KEY), why, sep=", ", file=sys.stderr)
+    return int(bool(failed))
+
+
+def cells_without_row(grid: Path, results: Path) -> list[Cell]:
+    """The cells that are to be run, in the order of their importance."""
+    done = Results(results).done()
+    return [cell for cell in load_grid(grid).cells if cell.key not in done]
+
+
+def in_order(**key: str) -> float:
+    """The time of every cell, as if all were alike: so they start in the order of the grid."""
+    return 1.0
+
+
+def train(
+    *, folder: Path, device: str, grid: str, results: str, base: str, threads: int, **key: str
+) -> Iterator[tuple[int, float]]:
+    """One cell as a trial of a sweep: append its row to the results, and yield its losses.
+
+    A process that is told to end before the last step ends without a row.
+    """
+    torch.set_num_threads(threads)
+    loaded = load_grid(Path(grid))
+    cell = next(cell for cell in loaded.cells if cell.key == tuple(key[name] for name in KEY))
+    values = run_cell(cell, loaded, Path(base))
+    if values is None:
+        raise SystemExit(os.EX_TEMPFAIL)
+    Results(Path(results)).append(cell, values)
+    yield from enumerate((float(values[name]) for name in CURVE), 1)
 
 
 def run_cell(cell: Cell, grid: Grid, base: Path) -> dict[str, Any] | None:
@@ -76,25 +99,6 @@ def run_cell(cell: Cell, grid: Grid, base: Path) -> dict[str, Any] | None:
     else:
         values = finetune(cell, grid.finetuning[cell.task], ensure_base(base))
     return None if values is None else {**values, "commit": commit()}
-
-
-@contextmanager
-def next_cell(grid: Grid, results: Results, locks: Path) -> Iterator[Cell | None]:
-    """The first cell without a row that no other process runs; none will while this one does.
-
-    A process that is killed gives its claim up.
-    """
-    for cell in grid.cells:
-        name = hashlib.sha256(repr(cell.key).encode()).hexdigest()[:16]
-        with (locks / name).open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            if cell.key not in results.done():
-                yield cell
-                return
-    yield None
 
 
 if __name__ == "__main__":

@@ -1,39 +1,30 @@
 import dataclasses
-import signal
 import subprocess
 import sys
+import time
 
 import pandas as pd
 import pytest
 import run as study
 from grid import load_grid
 from pretraining import pretrain
-from results import Results
+from results import CURVE, KEY, Results
 
 from tests.conftest import SCRIPTS
 
 
+def options(tmp_path):
+    names = {"grid": "grid.yaml", "results": "cells.csv", "base": "base"}
+    return {name: str(tmp_path / file) for name, file in names.items()}
+
+
 def command(tmp_path):
-    names = {"--grid": "grid.yaml", "--locks": "locks"}  # results are beside the grid
-    return [part for flag, name in names.items() for part in (flag, str(tmp_path / name))]
+    names = {**options(tmp_path), "out": str(tmp_path / "sweep")}
+    return [part for name, path in names.items() for part in (f"--{name}", path)]
 
 
 def rows(tmp_path):
     return pd.read_csv(tmp_path / "cells.csv", dtype=str)
-
-
-@pytest.fixture
-def trained(monkeypatch):
-    """What was trained, in place of training it."""
-    cells = []
-
-    def record(cell, grid, base):
-        cells.append(cell.key)
-        assert len(cells) < 20, "cells run again and again"
-        return {"loss_100": len(cells)}
-
-    monkeypatch.setattr(study, "run_cell", record)
-    return cells
 
 
 def test_a_cell_trains_and_reports(grid_file):
@@ -53,77 +44,68 @@ def test_gradients_far_below_eps_move_nothing(grid_file):
     assert float(values["loss_100"]) == pytest.approx(float(values["loss_10"]), abs=2e-3)
 
 
-def test_finished_cells_are_skipped(tmp_path, grid_file, trained):
-    grid = load_grid(grid_file)
-    Results(tmp_path / "cells.csv").append(grid.cells[0], {})
-    assert study.main(command(tmp_path)) == 0
-    assert trained == [cell.key for cell in grid.cells[1:]]
-    assert study.main(command(tmp_path)) == 0
-    assert len(trained) == len(grid.cells) - 1
+def test_cells_that_have_no_row_are_left(tmp_path, grid_file):
+    grid, results = load_grid(grid_file), tmp_path / "cells.csv"
+    assert study.cells_without_row(grid_file, results) == grid.cells
+    Results(results).append(grid.cells[1], {})
+    assert study.cells_without_row(grid_file, results) == [grid.cells[0], *grid.cells[2:]]
 
 
-def test_what_is_added_meanwhile_is_run(tmp_path, grid_file, trained, monkeypatch):
-    record = study.run_cell
+def started(tmp_path, cell):
+    key = dict(zip(KEY, cell.key, strict=True))
+    return study.train(folder=tmp_path, device="cpu", threads=1, **options(tmp_path), **key)
 
-    def add_a_seed(cell, grid, base):
-        grid_file.write_text(grid_file.read_text().replace("seeds: [0, 1]", "seeds: [0, 1, 2]"))
-        return record(cell, grid, base)
 
-    monkeypatch.setattr(study, "run_cell", add_a_seed)
-    assert study.main(command(tmp_path)) == 0
-    assert trained == [cell.key for cell in load_grid(grid_file).cells]
-    assert "2" in {seed for _, _, _, seed, *_ in trained}
+def test_a_trial_appends_the_row_of_its_cell(tmp_path, grid_file, monkeypatch):
+    values = {name: f"{1 / (1 + i):.4f}" for i, name in enumerate(CURVE)}
+    asked = []
+    monkeypatch.setattr(study, "run_cell", lambda cell, grid, base: asked.append((cell, base)) or values)
+    cell = load_grid(grid_file).cells[3]
+    yielded = list(started(tmp_path, cell))
+    assert yielded == [(i + 1, float(value)) for i, value in enumerate(values.values())]
+    assert asked == [(cell, tmp_path / "base")]
+    assert Results(tmp_path / "cells.csv").done() == {cell.key}
 
 
 def test_a_stopped_cell_leaves_no_row(tmp_path, grid_file, monkeypatch):
     monkeypatch.setattr(study, "run_cell", lambda cell, grid, base: None)
-    assert study.main(command(tmp_path)) == 1
+    with pytest.raises(SystemExit):
+        list(started(tmp_path, load_grid(grid_file).cells[0]))
     assert not (tmp_path / "cells.csv").exists()
 
 
-def test_a_begun_cell_is_left_to_its_process(tmp_path, grid_file):
-    grid, results = load_grid(grid_file), Results(tmp_path / "cells.csv")
-    (tmp_path / "locks").mkdir()
-    locks = tmp_path / "locks"
-    with study.next_cell(grid, results, locks) as first, study.next_cell(grid, results, locks) as second:
-        assert (first, second) == (grid.cells[0], grid.cells[1])
-    with study.next_cell(grid, results, locks) as again:
-        assert again == first
-
-
 @pytest.mark.slow
-def test_killed_and_continued(tmp_path, grid_file, base):
-    wanted = "methods: [adamw, grass], horizon: short, seeds: [0], vary: {lr: [0.001, 0.01]}"
-    grid_file.write_text(grid_file.read_text().replace(wanted, f"task: classify, {wanted}"))
-    whole = [*command(tmp_path), "--base", str(base)]
-    died = subprocess.run([sys.executable, "-c", DYING, *whole], cwd=SCRIPTS / "study", check=False)
-    assert died.returncode == -signal.SIGKILL
+def test_killed_and_continued(tmp_path, grid_file, base, capsys):
+    (tmp_path / "base").symlink_to(base)
+    whole = [sys.executable, str(SCRIPTS / "study" / "run.py"), *command(tmp_path), "--workers", "2"]
+    with subprocess.Popen(whole) as process:
+        while not (tmp_path / "cells.csv").exists() or len(rows(tmp_path)) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
     killed = rows(tmp_path)
-    assert len(killed) == 2
-    assert study.main(whole) == 0
+    assert study.main([*command(tmp_path), "--workers", "2"]) == 0
     finished = rows(tmp_path)
-    assert len(finished) == 8
+    assert len(finished) == len(load_grid(grid_file).cells)
     assert finished["accuracy"].notna().tolist() == finished["task"].ne("pretrain").tolist()
     pd.testing.assert_frame_equal(finished.iloc[: len(killed)], killed)
 
+    lines = (tmp_path / "cells.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "cells.csv").write_text("".join(lines[:-1]))
+    assert study.main(command(tmp_path)) == 1
+    assert f"it has lost its row: remove {tmp_path / 'sweep'}" in capsys.readouterr().err
 
-DYING = """
-import os, signal, sys
-sys.path.insert(0, ".")
-import run
 
-train, begun = run.run_cell, []
+@pytest.mark.slow
+def test_a_cell_that_fails_is_told_and_tried_again(tmp_path, grid_file, capsys):
+    (tmp_path / "base").mkdir()  # no model is in it
+    grid_file.write_text(grid_file.read_text().partition("  - {name")[0] + ONLY)
+    assert study.main(command(tmp_path)) == 1
+    assert "classify" in capsys.readouterr().err
+    assert study.main(command(tmp_path)) == 1
 
-def run_cell(cell, grid, base):
-    begun.append(cell)
-    if len(begun) == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return train(cell, grid, base)
 
-run.run_cell = run_cell
-run.main(sys.argv[1:])
-"""
-"""Runs the grid, and dies in the third cell."""
+ONLY = "  - {name: finetuning, task: classify, methods: [adamw], horizon: short, seeds: [0]}\n"
 
 
 def test_a_mistake_in_the_grid_ends_the_command(grid_file, capsys):
