@@ -1,14 +1,15 @@
 """Time models larger than a device on stand-in devices that sleep: a trial a device, or one model over all devices.
 
-    python scripts/bench/sweep_pipelined.py --csv benchmarks/sweep_pipelined.csv        # about ten minutes
+    python scripts/bench/sweep_pipelined.py --csv benchmarks/sweep_pipelined.csv        # about six minutes
     python scripts/bench/sweep_pipelined.py --trials 2 --steps 2 --seconds 0.001        # seconds: checks that it runs
 
 A model has twelve blocks, of which a device holds three: ``grass.stream`` brings the others over a link that is as slow
 as a block's forward. ``pool`` runs ``--trials`` models by ``grass.sweep``, each on one device. ``pipelined`` runs them
 one after another, each divided over both devices by ``torch.distributed.pipelining`` (GPipe); a stage streams its half.
-Both compute a block's forward twice and sleep twice as long in its backward. ``seconds`` is the time of all steps of
-all trials, without the start of processes, and ``pool_faster`` how many times that of the pool it is. ``formula`` is
-``(m + d - 1) / m`` for ``m`` micro-batches on ``d`` devices: what the pipeline's bubble costs.
+Both compute a block's forward twice and sleep twice as long in its backward. Each micro-batch brings the blocks of a
+stage again. ``seconds`` is the time of all steps of all trials, without the start of processes, and ``pool_faster`` how
+many times that of the pool it is. ``formula`` is ``(m + d - 1) / m`` for ``m`` micro-batches on ``d`` devices: what the
+pipeline's bubble costs.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ class Block(nn.Module):
 
 
 class Part(nn.Module):
-    """Some of a model's blocks, streamed, with their optimizer."""
+    """Some of a model's blocks, streamed, with their optimizer; a micro-batch takes its share of a block's time."""
 
-    def __init__(self, blocks: range, lr: float, seconds: float) -> None:
+    def __init__(self, blocks: range, lr: float, seconds: float, microbatches: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        every = [Block(seconds) for _ in range(BLOCKS)]
+        every = [Block(seconds / microbatches) for _ in range(BLOCKS)]
         self.blocks = nn.ModuleList(every[i] for i in blocks)
         self.optimizer = torch.optim.SGD(self.parameters(), lr=lr)  # sums in another order stay close
         nbytes = sum(t.nbytes for t in self.blocks[0].parameters())
@@ -118,7 +119,7 @@ def pipeline(rank: int, out: str, rates: list[float], steps: int, seconds: float
     took, losses = 0.0, []
     size = BLOCKS // DEVICES
     for lr in rates:
-        part = Part(range(rank * size, (rank + 1) * size), lr, seconds)
+        part = Part(range(rank * size, (rank + 1) * size), lr, seconds, microbatches)
         given = torch.empty(BATCH // microbatches, WIDTH).requires_grad_(rank > 0)
         made = torch.empty_like(given, requires_grad=True)
         stage = PipelineStage(part, rank, DEVICES, torch.device("cpu"), input_args=(given,), output_args=(made,))

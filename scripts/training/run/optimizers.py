@@ -151,7 +151,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 def _adamw(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     fused = all(parameter.device.type in FUSED_DEVICES for parameter in model.parameters()) or None
-    if config.offload:  # with `fused`, so that its checkpoints and AdamW's are interchangeable
+    if config.offload:  # in float32 what torch's does; in half precision small tensors have float32 masters besides
         return GrassAdamW(model.named_parameters(), **config.common, fused=fused, offload=config.host)
     return AdamW(model.named_parameters(), **config.common, fused=fused)
 
