@@ -21,7 +21,6 @@ from grass.compact_mode.calibration import calibrate
 from grass.compact_mode.conversion import compact, expand
 from grass.compact_mode.experts import expert_linear
 from grass.compact_mode.linear_classes import register_linear
-from grass.functional import compact_adamw
 from grass.groups import param_groups
 from grass.in_backward import step_in_backward
 from grass.offload.options import Offload
@@ -50,7 +49,6 @@ __all__ = [
     "available_rules",
     "calibrate",
     "compact",
-    "compact_adamw",
     "diagnostics",
     "distributed",
     "expand",

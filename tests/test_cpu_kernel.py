@@ -19,6 +19,7 @@ from grass.cpu import kernel as cpu_kernel
 from grass.cpu.draw import Draws
 from grass.selection.exploration import draw_explored, draw_key
 from grass.selection.projector import Projector
+from tests.row_step import compact_adamw
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
 HYPER = {"betas": (0.9, 0.999), "eps": 1e-8}
@@ -50,7 +51,7 @@ def test_step(dim, mode, layout, per_row, maximize) -> None:
             weight = weight.contiguous() if layout is column_major else column_major(weight)
         twins = [t.clone() for t in (weight, *moments)]
         hyper = {**HYPER, "lr": 1e-2, "weight_decay": 0.1, "maximize": maximize}
-        grass.compact_adamw(twins[0], projector, projector.gather(grad), *twins[1:], ages, **hyper)
+        compact_adamw(twins[0], projector, projector.gather(grad), *twins[1:], ages, **hyper)
         values = None
         if mode != "dense":
             values, grad = layout(projector.gather(weight)), layout(projector.gather(grad))

@@ -29,7 +29,7 @@ def equal(first: list[Parameter], second: list[Parameter]) -> bool:
 
 
 def test_public_names() -> None:
-    for name in ("GrassAdamW", "Projector", "Selection", "compact_adamw", "param_groups", "register_rule"):
+    for name in ("GrassAdamW", "Projector", "Selection", "param_groups", "register_rule"):
         assert name in grass.__all__
         assert hasattr(grass, name)
     assert issubclass(GrassAdamW, torch.optim.Optimizer)

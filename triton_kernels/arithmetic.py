@@ -55,6 +55,13 @@ def adamw_(
 ) -> None:
     """AdamW on matrices of one dtype each with its gradient and moments; updates rows and moments in place.
 
+    For the selected rows ``W`` of a weight, their gradient ``G`` and each row's own step count ``t`` (Muhamed et al.,
+    2024, Algorithm 1, with the bias correction and decoupled decay of AdamW)::
+
+        M <- beta1 M + (1 - beta1) G
+        V <- beta2 V + (1 - beta2) G^2
+        W <- (1 - lr weight_decay) W - lr scale (M / (1 - beta1^t)) / (sqrt(V / (1 - beta2^t)) + eps)
+
     Args:
         rows: the values to step.
         grads: their gradients, left as they are unless they are the ``scratch``.

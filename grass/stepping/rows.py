@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from grass.cpu.kernel import Explored
-from grass.functional import put_back_, rows_to_step
 from grass.parallel.shards import local
 from grass.selection.projector import Projector
 from grass.state.schema import State
@@ -147,7 +146,7 @@ class DenseRows:
         return projector.rescale(projector.gather(self.grad, out=out))
 
     def gather(self, out: Tensor) -> Tensor:
-        """Into ``out``; zeros if the rows are scaled (:func:`grass.functional.rows_to_step`)."""
+        """Into ``out``; zeros if the rows are scaled (:func:`rows_to_step`)."""
         return rows_to_step(self.weight, self._projector(), out)
 
     def put(self, stepped: Tensor, shrink: float) -> None:
@@ -245,3 +244,20 @@ def _unselected(indices: Tensor, size: int) -> Tensor:
     """All rows except those of ``indices``, ascending; without reading how many there are from the device."""
     others = torch.ones(size, dtype=torch.uint8, device=indices.device).index_fill_(0, indices, 0)
     return others.sort(descending=True, stable=True).indices[: size - indices.numel()]
+
+
+def rows_to_step(weight: Tensor, projector: Projector, out: Tensor) -> Tensor:
+    """The values to step, in ``out``: those of the chosen rows, or zeros if the rows are scaled.
+
+    Scaled rows may repeat: each is decayed once, and the changes of all its copies are added up.
+    """
+    return projector.gather(weight, out=out) if projector.scale is None else out.zero_()
+
+
+def put_back_(weight: Tensor, projector: Projector, rows: Tensor, shrink: float) -> None:
+    """Write the stepped ``rows`` of :func:`rows_to_step` back to ``weight``."""
+    if projector.scale is None:
+        projector.scatter_(weight, rows)
+        return
+    projector.scatter_(weight, projector.gather(weight).to(rows.dtype).mul_(shrink))
+    projector.add_to_(weight, rows)

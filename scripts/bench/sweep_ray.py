@@ -3,7 +3,7 @@
     pip install "ray[tune]==2.60.0"
     python scripts/bench/sweep_ray.py --csv benchmarks/sweep_ray.csv        # about a minute
 
-Both have two places for trials. A trial sleeps ``--steps`` times ``--seconds`` and imports what any trial of Grass does.
+Both have two places for trials. A trial sleeps ``--steps`` times ``--seconds``, and imports what trials of Grass do.
 ``overhead`` is the rest of the time: processes, imports, and what the engine itself takes.
 """
 

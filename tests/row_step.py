@@ -1,14 +1,4 @@
-r"""Compact AdamW as pure functions: no optimizer, no module, only tensors.
-
-For the chosen rows ``sigma`` of a weight ``W``, with the compact gradient ``G = P^T grad`` and each row's own step
-count ``t`` (Muhamed et al., 2024, Algorithm 1, with the bias correction and decoupled decay of AdamW)::
-
-    M <- beta1 M + (1 - beta1) G
-    V <- beta2 V + (1 - beta2) G^2
-    D  = (M / (1 - beta1^t)) / (sqrt(V / (1 - beta2^t)) + eps)
-    W[sigma] <- (1 - lr weight_decay) W[sigma]
-    W <- W - lr scale P D
-"""
+"""One step of one weight by the functions that the optimizer composes, in one call."""
 
 from __future__ import annotations
 
@@ -17,6 +7,7 @@ from torch import Tensor
 
 from grass.kernels.arithmetic import StepCoefficients, adamw_
 from grass.selection.projector import Projector
+from grass.stepping.rows import put_back_, rows_to_step
 
 
 def compact_adamw(
@@ -61,20 +52,3 @@ def compact_adamw(
     rows, wide = rows_to_step(weight, projector, torch.empty_like(exp_avg)), grad.to(exp_avg.dtype)
     adamw_([rows], [wide], [exp_avg], [exp_avg_sq], [coefficients], [shrink], betas=betas, eps=eps, maximize=maximize)
     put_back_(weight, projector, rows, shrink)
-
-
-def rows_to_step(weight: Tensor, projector: Projector, out: Tensor) -> Tensor:
-    """The values to step, in ``out``: those of the chosen rows, or zeros if the rows are scaled.
-
-    Scaled rows may repeat: each is decayed once, and the changes of all its copies are added up.
-    """
-    return projector.gather(weight, out=out) if projector.scale is None else out.zero_()
-
-
-def put_back_(weight: Tensor, projector: Projector, rows: Tensor, shrink: float) -> None:
-    """Write the stepped ``rows`` of :func:`rows_to_step` back to ``weight``."""
-    if projector.scale is None:
-        projector.scatter_(weight, rows)
-        return
-    projector.scatter_(weight, projector.gather(weight).to(rows.dtype).mul_(shrink))
-    projector.add_to_(weight, rows)

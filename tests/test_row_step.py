@@ -1,4 +1,4 @@
-"""The functional core against an element-by-element reference and torch's AdamW."""
+"""The step of selected rows against an element-by-element reference and torch's AdamW."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import grass
 from grass.selection.projector import Projector
 from tests import reference
+from tests.row_step import compact_adamw
 
 HYPER = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
 SCALED = torch.tensor([0.5, 0.5, 2.0, 1.25])
@@ -49,7 +49,7 @@ class Problem:
         return cls(weight, Projector(indices, rho, dim), grad, avg, avg_sq, steps)
 
     def step(self, row_steps: Tensor | int | None = None, **hyper: object) -> None:
-        grass.compact_adamw(
+        compact_adamw(
             self.weight,
             self.projector,
             self.grad,
@@ -220,7 +220,7 @@ def test_ten_steps_equal_torch_adamw_on_the_rows() -> None:
     for step, gradient in enumerate(reference.uneven_gradients((2, 4), 10), start=1):
         theirs.grad = gradient.clone()
         adamw.step()
-        grass.compact_adamw(weight, Projector(rows, None, 0), gradient, exp_avg, exp_avg_sq, step, **HYPER)
+        compact_adamw(weight, Projector(rows, None, 0), gradient, exp_avg, exp_avg_sq, step, **HYPER)
     torch.testing.assert_close(weight[rows], theirs.data, rtol=1e-12, atol=1e-14)
 
 
