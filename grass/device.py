@@ -7,6 +7,7 @@ runs within the step. No other module of ``grass`` asks which accelerator it is.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,14 @@ def synchronize(device: torch.device) -> None:
 def free_bytes(device: torch.device) -> int:
     """Bytes of a device that are free."""
     return int(torch.accelerator.get_memory_info(device)[0])
+
+
+def total_bytes(device: torch.device) -> int:
+    """Bytes of a device's memory; of the CPU, of this machine's. 0 where the system does not say."""
+    if device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(device)[1])
+    names = ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
+    return math.prod(os.sysconf(name) for name in names) if set(names) <= os.sysconf_names.keys() else 0
 
 
 def name_of(device: torch.device) -> str:

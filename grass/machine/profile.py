@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from grass.machine.rates import Machine
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -17,6 +19,7 @@ class Profile:
         machine: which hardware they were measured on, as :func:`grass.machine.rates.machine_name` says.
         seconds: of forward and backward of one micro-batch, by its number of samples.
         largest: samples of the largest micro-batch that fits into memory; 0 if none does.
+        rates: of the same hardware, and its memory; ``None`` if they were not measured.
 
     Raises:
         ValueError: a number is out of range, or there is no time although samples fit.
@@ -25,6 +28,7 @@ class Profile:
     machine: str
     seconds: dict[int, float]
     largest: int
+    rates: Machine | None = None
 
     def __post_init__(self) -> None:
         if not self.largest >= 0:
@@ -59,10 +63,10 @@ class Profile:
 
     def scaled(self, factor: float) -> Profile:
         """The profile of a rank that takes ``factor`` times as long."""
-        return Profile(self.machine, {size: factor * s for size, s in self.seconds.items()}, self.largest)
+        return Profile(self.machine, {size: factor * s for size, s in self.seconds.items()}, self.largest, self.rates)
 
     def save(self, path: str | Path) -> None:
-        """Write the times and the machine's name as JSON."""
+        """Write the times, the machine's name and its rates as JSON."""
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
@@ -75,7 +79,8 @@ class Profile:
         try:
             stored = json.loads(Path(path).read_text())
             seconds = {int(size): float(s) for size, s in stored.pop("seconds").items()}
-            return cls(seconds=seconds, **stored)
+            rates = stored.pop("rates", None)
+            return cls(seconds=seconds, rates=None if rates is None else Machine(**rates), **stored)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} does not hold the times of a rank ({error}); measure again") from error
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from grass.cpu import kernel
-from grass.device import has_streams, name_of, synchronize
+from grass.device import has_streams, name_of, synchronize, total_bytes
 from grass.machine.link import Link
 from grass.machine.numa import host_threads, prepare_thread
 
@@ -47,7 +47,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of the four resources.
+    """Rates of the four resources, and the device's memory.
 
     Attributes:
         host_rate: elements that AdamW updates on the CPU in a second, in float32.
@@ -57,9 +57,10 @@ class Machine:
         compute_rate: floating-point operations of a large matrix product on the device in a second; infinite if it was
             not measured, so that predictions leave computing out.
         name: which hardware has these rates, as :func:`machine_name` says; empty if none in particular.
+        memory: bytes of the device; 0 if they are not known.
 
     Raises:
-        ValueError: a rate is not > 0.
+        ValueError: a rate is not > 0, or the memory is not >= 0.
     """
 
     host_rate: float
@@ -68,11 +69,14 @@ class Machine:
     device_rate: float
     name: str = ""
     compute_rate: float = math.inf
+    memory: int = 0
 
     def __post_init__(self) -> None:
         for name in (*(f"{resource}_rate" for resource in RESOURCES), "compute_rate"):
             if not (rate := getattr(self, name)) > 0:
                 raise ValueError(f"Invalid {name}={rate}. Must be > 0.")
+        if not self.memory >= 0:
+            raise ValueError(f"Invalid memory={self.memory}. Must be >= 0.")
 
     @classmethod
     def measure(cls, device: torch.device | str, threads: int | None = None, link: Link | None = None) -> Machine:
@@ -100,7 +104,14 @@ class Machine:
                 host = thread.submit(host_rate).result()
         finally:
             torch.set_num_threads(before)
-        return cls(host, *link_rates(link), device_rate(link.device), name, compute_rate(link.device))
+        return cls(
+            host,
+            *link_rates(link),
+            device_rate(link.device),
+            name,
+            compute_rate(link.device),
+            total_bytes(link.device),
+        )
 
     def rate(self, resource: str) -> float:
         """Bytes or elements a second of a resource.

@@ -8,6 +8,7 @@ r"""What training a model takes, by category and method, and what fits a GPU.
     python -m grass.memory --model 70b --stream --gpu 24GB --host 192GB
     python -m grass.memory --model 13b --tokens 26B --tflops 400
     python -m grass.memory --model 13b --stream --sweep 6x300 --devices 2 --tflops 200 --host 192GB
+    python -m grass.memory --model 13b --machine a.json --machine b.json --batch 64
     python -m grass.memory --model path/to/config.json --no-checkpointing --chunked-loss 0
 
 Nothing is allocated: what a block saves is counted on tensors without contents, the rest follows in closed form; all is
@@ -29,10 +30,13 @@ import torch
 
 from grass.command_line import ArgumentParser, number
 from grass.machine.rates import Machine
+from grass.memory import uneven_table
+from grass.memory.architecture import Architecture
 from grass.memory.models import load_architecture
 from grass.memory.setting import MOMENTS, Setting
 from grass.memory.sweep import Sweep
 from grass.memory.table import render
+from grass.memory.uneven import read_rank
 from grass.memory.units import UNITS, count, format_bytes, size
 from grass.options import POLICIES
 from grass.selection.rules import available_rules
@@ -45,6 +49,9 @@ FLAGS = {
     "chunk_tokens": "--chunked-loss",
 }
 """Flags by the field of :class:`Setting` that they set; their defaults are lowered to what a model allows."""
+
+BATCH = 64
+"""Sequences of a step of several machines."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -78,9 +85,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         setting, reasons = setting.lowered(model, FLAGS.keys() - given.keys())
         for field, reason in reasons.items():
             print(f"{FLAGS[field]} {getattr(setting, field)} instead of {getattr(Setting, field)}: {reason}")
-        if args.machine is not None and not setting.offload:
+        if len(args.machine) > 1:
+            print(_uneven(args, model, setting))
+            return
+        if args.machine and not setting.offload:
             raise ValueError("--machine predicts offloaded steps: add --offload or --stream")
-        machine = None if args.machine is None else Machine.read(args.machine)
+        machine = Machine.read(args.machine[0]) if args.machine else None
         budget = _budget(args.tokens, args.tflops, swept=args.sweep is not None)
         sweep = None if args.sweep is None else _swept(args, setting, machine)
         print(render(args.model, model, setting, args.gpu, machine, args.host, budget, sweep))
@@ -109,7 +119,13 @@ def argument_parser() -> ArgumentParser:
         metavar="TOKENS",
         help="tokens per sequence; default: 2048, or the model's most",
     )
-    add("--batch", dest="batch_size", type=int, metavar="SEQUENCES", help="per forward; default: 1")
+    add(
+        "--batch",
+        dest="batch_size",
+        type=int,
+        metavar="SEQUENCES",
+        help=f"per forward, default: 1; of all --machine together, default: {BATCH}",
+    )
     add("--dim", type=int, choices=(0, 1), default=1, help="select rows or columns")
     add("--state-policy", "--policy", choices=tuple(POLICIES), default="keep", help="moments at a refresh")
     add("--moment-dtype", "--moments", choices=tuple(MOMENTS), default="float32", help="of Grass")
@@ -137,7 +153,15 @@ def argument_parser() -> ArgumentParser:
     add("--cache", type=size, metavar="SIZE", help="of blocks that stay on the device with --stream")
     add("--host-activations", action="store_true", help="inputs of blocks wait on the host with --stream")
     add("--host", type=size, metavar="SIZE", help="host memory to fit, with --gpu")
-    add("--machine", type=Path, metavar="FILE", help="rates of python -m grass.offload --out: how long steps take")
+    add(
+        "--machine",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="rates of python -m grass.offload --out: how long steps take; several, also of "
+        "grass.distributed.deal(profile=...): how to divide --batch among them",
+    )
     add("--tokens", type=count, metavar="NUMBER", help="how many days so many tokens take, as in 26B; with --tflops")
     add(
         "--tflops",
@@ -148,6 +172,17 @@ def argument_parser() -> ArgumentParser:
     add("--devices", type=int, default=2, help="of the sweep; default: 2")
     add("--slack", type=float, default=0.02, help="allocator slack, a fraction of the peak: an assumption")
     return parser
+
+
+def _uneven(args: argparse.Namespace, model: Architecture, setting: Setting) -> str:
+    """How several machines divide a batch."""
+    if setting.offload or args.sweep is not None or args.tokens is not None:
+        raise ValueError(
+            "With several --machine the plan says what each of them streams: leave out --offload, --offload-path, "
+            "--masters, --stream, --sweep and --tokens"
+        )
+    ranks = [read_rank(path, model, setting, args.gpu, args.host) for path in args.machine]
+    return uneven_table.render(args.model, ranks, BATCH if args.batch_size is None else args.batch_size)
 
 
 def _swept(args: argparse.Namespace, setting: Setting, machine: Machine | None) -> tuple[Sweep, float | None]:

@@ -44,13 +44,13 @@ def largest_that_fit(method: str, model: Architecture, setting: Setting, gpu: in
     sequences = min(model.window or LARGEST, model.positions or LARGEST) // SEQUENCE_STEP
     name = "lora_rank" if method in WITH_ADAPTERS else "rank"
     return Largest(
-        None if method in WITHOUT_RANK else _largest(lambda k: fits(**{name: k * RANK_STEP}), ranks, RANK_STEP),
-        _largest(lambda k: fits(batch_size=k), LARGEST, 1),
-        _largest(lambda k: fits(seq_len=k * SEQUENCE_STEP), sequences, SEQUENCE_STEP),
+        None if method in WITHOUT_RANK else last(lambda k: fits(**{name: k * RANK_STEP}), ranks, RANK_STEP),
+        last(lambda k: fits(batch_size=k), LARGEST, 1),
+        last(lambda k: fits(seq_len=k * SEQUENCE_STEP), sequences, SEQUENCE_STEP),
     )
 
 
-def _largest(fits: Callable[[int], bool], end: int, step: int) -> int | None:
+def last(fits: Callable[[int], bool], end: int, step: int) -> int | None:
     """``step`` times the largest ``k`` in ``1..end`` that fits, where with one every smaller ``k`` does."""
     if end < 1 or not fits(1):
         return None

@@ -98,7 +98,7 @@ def render(
             f"{setting.batch_size} in all, and stages that are equally long."
         )
     notes += [f"Peak of {method}: {p.peak_at}." for method, p in plans.items()]
-    return "\n".join([_heading(name, model, setting, gpu), "", *_aligned(rows), "", *notes])
+    return "\n".join([heading(name, model, setting, gpu), "", *aligned(rows), "", *notes])
 
 
 def _sweep(
@@ -162,7 +162,8 @@ def _fitting(
     ]
 
 
-def _heading(name: str, model: Architecture, setting: Setting, gpu: int | None) -> str:
+def heading(name: str, model: Architecture, setting: Setting, gpu: int | None) -> str:
+    """What is planned, in words."""
     loss = f"loss in chunks of {setting.chunk_tokens} tokens" if setting.chunk_tokens else "whole logits"
     explored = "as many explored as rank" if setting.explore is None else f"{setting.explore} explored"
     parts = [
@@ -204,7 +205,8 @@ def _count(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Lines of cells: the first column to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])

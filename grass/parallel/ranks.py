@@ -35,6 +35,11 @@ class Ranks:
         group = group or dist.group.WORLD
         return cls(group if group is not None and group.size() > 1 else None)
 
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+        return 0 if self.group is None else self.group.rank()
+
     def mean_(self, tensors: list[Tensor]) -> None:
         """Replace tensors of one dtype by their mean over the ranks, in one all-reduce for all of them."""
         if self.group is None or not tensors:

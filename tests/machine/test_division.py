@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from grass.machine.division import Division, divide, divide_evenly, fill
 from grass.machine.profile import Profile
+from grass.machine.rates import Machine
 
 STEPS = st.sampled_from([0.0, 0.125, 0.5, 1.0, 3.0])  # sums of these are exact, and often equal
 CURVES = st.lists(st.lists(STEPS, min_size=1, max_size=7), min_size=2, max_size=4)
@@ -100,9 +101,10 @@ def test_profile_is_interpolated_and_never_falls():
 
 
 def test_profile_is_stored(tmp_path):
-    found = Profile("a machine", {1: 0.5, 2: 0.75}, 3)
-    found.save(tmp_path / "a.json")
-    assert Profile.read(tmp_path / "a.json") == found
+    rates = Machine(1.0, 2.0, 3.0, 4.0, "a machine", 5.0, 6)
+    for found in (Profile("a machine", {1: 0.5, 2: 0.75}, 3), Profile("a machine", {1: 0.5}, 3, rates)):
+        found.save(tmp_path / "a.json")
+        assert Profile.read(tmp_path / "a.json") == found
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": "a", "seconds": {"x": 1}, "largest": 1}', "null"])

@@ -52,8 +52,14 @@ def test_measure(brief, monkeypatch, compiled):
     assert min(found.host_rate, found.down_rate, found.up_rate, found.device_rate) > 0
     assert used == [2]
     assert torch.get_num_threads() == before
+    assert found.memory > 1 << 30  # torch alone takes a good part of it
     assert found.name == machine_name("cpu", 2)
     assert ", 2 threads, cpu" in found.name
+
+
+def test_memory_is_not_negative():
+    with pytest.raises(ValueError, match=r"Invalid memory=-1\. Must be >= 0"):
+        Machine(1.0, 1.0, 1.0, 1.0, memory=-1)
 
 
 def test_measured_link_is_the_one_given(brief, monkeypatch):

@@ -46,7 +46,7 @@ class Deal:
         self, division: Division, ranks: Ranks, profiles: Sequence[Profile] = (), replan_every: int = 0
     ) -> None:
         self.division, self.ranks = division, ranks
-        self.rank = 0 if ranks.group is None else ranks.group.rank()
+        self.rank = ranks.rank
         self.profiles, self.replan_every = list(profiles), replan_every
         self._stopwatch = Stopwatch() if profiles and replan_every else None
 
@@ -193,7 +193,8 @@ def deal(
         batch: samples of a step, of all ranks; the same on all.
         largest: the most samples of a micro-batch of this rank; ``None``: as many as fit. FSDP2 needs it where memory
             could be exceeded, because a rank that runs out of memory leaves others waiting in a collective.
-        profile: a file of this rank. Times are read from it if every rank has one, and else written to it.
+        profile: a file of this rank. Times are read from it if every rank has one, and else written to it, with the
+            machine's rates, so that ``python -m grass.memory --machine`` plans with it on any other machine.
         replan_every: look after every so many steps whether a rank's last 50 steps took more than 10% longer or shorter
             than predicted, and divide anew if so. Give it ``update_interval``, so that sizes change with selections.
         device: that computes; ``None``: this machine's accelerator, or the CPU.
@@ -214,7 +215,9 @@ def deal(
     profiles = ranks.of_each(lambda: None if profile is None else stored(Path(profile), place))
     if None in profiles:
         most = batch - size + 1
-        own = measure(work, most if largest is None else min(largest, most), ranks, place)
+        own = measure(
+            work, most if largest is None else min(largest, most), ranks, place, with_rates=profile is not None
+        )
         if profile is not None:
             own.save(profile)
         profiles = list(ranks.of_each(lambda: own))

@@ -14,7 +14,7 @@ import torch
 from grass.device import has_streams, synchronize
 from grass.distributed.uneven.gradients import communicating
 from grass.machine.profile import Profile, between, doubled
-from grass.machine.rates import machine_name
+from grass.machine.rates import Machine, machine_name
 from grass.parallel.ranks import Ranks
 
 REPEATS = 3
@@ -24,7 +24,7 @@ Work = Callable[[int], object]
 """``work(m)`` runs forward and backward of ``m`` samples on this rank."""
 
 
-def measure(work: Work, most: int, ranks: Ranks, device: torch.device) -> Profile:
+def measure(work: Work, most: int, ranks: Ranks, device: torch.device, *, with_rates: bool = False) -> Profile:
     """Measure this rank while all others measure themselves. Every rank has to call this.
 
     All ranks begin each run together, and a rank that is done repeats its largest size until all are. So they share
@@ -35,6 +35,7 @@ def measure(work: Work, most: int, ranks: Ranks, device: torch.device) -> Profil
         most: the largest size to try.
         ranks: that measure together.
         device: whose work is waited for.
+        with_rates: also of updates and of the link to host memory, which takes a second or two.
 
     Raises:
         ValueError: on every rank, if ``work`` raised one on some of them.
@@ -47,7 +48,8 @@ def measure(work: Work, most: int, ranks: Ranks, device: torch.device) -> Profil
             ranks.of_each(partial(_raise, error))
             if size is not None:
                 search.note(size, seconds)
-    return Profile(machine_name(device), search.seconds, search.largest)
+    rates = ranks.of_each(lambda: Machine.measure(device))[ranks.rank] if with_rates else None
+    return Profile(machine_name(device), search.seconds, search.largest, rates)
 
 
 @dataclass

@@ -18,7 +18,10 @@ from grass.distributed import deal
 from grass.distributed.uneven import Deal, drift, measuring
 from grass.distributed.uneven.drift import Stopwatch
 from grass.distributed.uneven.measuring import Search
+from grass.machine import rates
 from grass.machine.division import Division
+from grass.machine.profile import Profile
+from grass.machine.rates import machine_name
 from grass.parallel.ranks import Ranks
 from tests.distributed.uneven.training import llama, samples
 from tests.distributed.world import HANG, attempt_world, run_world
@@ -135,12 +138,17 @@ def test_a_rank_that_dies() -> None:
 
 
 def from_files(rank: int, path: Path) -> list[Any]:
+    rates.SECONDS, rates.HOST_ROWS, rates.CPU_SIDE = 0.01, 8, 64
+    rates.LEAST_BYTES, rates.MOST_BYTES = 1 << 14, 1 << 16
     calls = []
     made = [deal(calls.append, 8, profile=path / f"{rank}.json", device="cpu") for _ in range(2)]
     first = len(calls)
     if rank == 1:
         (path / "1.json").unlink()
     deal(calls.append, 8, profile=path / f"{rank}.json", device="cpu")
+    found = Profile.read(path / f"{rank}.json").rates
+    assert found.name == machine_name("cpu")
+    assert min(found.host_rate, found.up_rate, found.down_rate, found.memory) > 0
     return [made[0].profiles == made[1].profiles, first, len(calls)]
 
 
