@@ -28,9 +28,14 @@ On several processes, by DDP or, with --fsdp, by FSDP2; batches are per process:
     torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --compact --rank 0.125 --out runs/ddp
     torchrun --nproc-per-node 2 --max-restarts 3 scripts/pretrain.py --compact --fsdp --resume --out runs/fsdp
 
-On processes of unlike speed, sequences of each in a batch; a stream cannot be dealt:
+On processes of unlike speed, which are measured; or sequences of each in a batch. A stream cannot be dealt:
 
+    torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --compact --rank 0.125 --deal auto --out runs/uneven
     torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --compact --rank 0.125 --deal 11 5 --out runs/uneven
+
+A run on files goes on on any number of processes, if a step has as many sequences:
+
+    python scripts/pretrain.py --model 60m --compact --rank 0.125 --batch-size 16 --out runs/uneven --resume
 
 The run's directory holds metrics.csv, TensorBoard logs, checkpoints, and at the end the model for from_pretrained.
 """
@@ -55,7 +60,7 @@ from grass.memory.units import size
 from training.data.blocks import DataConfig
 from training.data.loading import load_data
 from training.run.checkpoint import CheckpointStore, export_model
-from training.run.flags import add_optimizer_flags, from_flags, split_and_path
+from training.run.flags import add_optimizer_flags, from_flags, share, split_and_path
 from training.run.loop import Result, TrainConfig, Trainer
 from training.run.models import build_llama
 from training.run.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer, convert
@@ -65,6 +70,8 @@ from training.run.throughput import model_flops_per_token, peak_flops, peak_memo
 CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every", "keep", "device"}
 CHANGEABLE |= {"offload", "offload_masters", "offload_path", "stream", "cache", "host_activations", "checkpointing"}
 """Flags that may differ between a run and its continuation."""
+OF_FILES = {"batch_size", "accumulate", "deal"}
+"""Likewise, where data are no stream: only the sequences of a step have to be as many, on any number of processes."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -78,15 +85,16 @@ def run(parser: ArgumentParser, args: argparse.Namespace, processes: Processes) 
     try:
         warmup = min(100, args.steps // 10) if args.warmup is None else args.warmup
         train_config = from_flags(TrainConfig, args, autocast=args.dtype == "autocast", warmup=warmup)
-        shard, deal = (processes.rank, processes.size), tuple(args.deal)
-        data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None, shard=shard, deal=deal)
+        shard = processes.rank, processes.size
+        data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None, shard=shard)
         optimizer_config = from_flags(OptimizerConfig, args, name=args.optimizer)
         checkpoints = checkpoint_store(args, optimizer_config)
         check_streaming(args, processes)
         data = load_data(data_config)
         config = llama_config(args.model, vocab_size=data.vocab_size, max_seq_len=args.seq_len)
         model, optimizer = build(args, config, optimizer_config, processes.device)
-        settings = {name: value for name, value in vars(args).items() if name not in CHANGEABLE}
+        changeable = CHANGEABLE | (set() if args.dataset else OF_FILES)
+        settings = {name: value for name, value in vars(args).items() if name not in changeable}
         trainer = Trainer(model, optimizer, data, train_config, checkpoints, settings, processes)
         if args.resume and trainer.resume() and processes.is_main:
             print(f"Resumed at step {trainer.step}")
@@ -205,11 +213,11 @@ def add_data_flags(add: Any) -> None:
     add("--batch-size", type=int, default=8, help="sequences per batch")
     add(
         "--deal",
-        type=int,
+        type=share,
         nargs="+",
         default=(),
         metavar="SEQUENCES",
-        help="per batch of each process, for --batch-size",
+        help="per batch of each process, for --batch-size; or auto: measured, of as many sequences in a step",
     )
     add("--seq-len", type=int, default=256, help="tokens per sequence")
     add("--eval-blocks", type=int, default=64, help="held-out sequences to evaluate on")

@@ -76,10 +76,37 @@ def test_two_uneven_processes_train_as_one(tmp_path: Path) -> None:
     torch.testing.assert_close(columns(tmp_path / "two"), columns(tmp_path / "one"), rtol=2e-3, atol=0)
 
 
+def resumed(rank: int, out: Path, flags: tuple[str, ...]) -> None:
+    pretrain(rank, out, (*RUNS["compact"], *flags, "--resume"))
+
+
+@pytest.mark.slow
+def test_a_run_of_two_uneven_processes_resumes_on_one_and_three(tmp_path: Path) -> None:
+    """From the checkpoint of step 4; four sequences a step, also in two batches."""
+    run_world(dealt, 2, tmp_path / "two", ("3", "1", "--save-every", "4", "--keep", "3"))
+    expected = columns(tmp_path / "two")
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step-00000008")
+    others = {1: ("--batch-size", "2", "--accumulate", "2"), 3: ("--deal", "2", "1", "1")}
+    for processes, flags in others.items():
+        shutil.copytree(tmp_path / "two", out := tmp_path / str(processes))
+        run_world(resumed, processes, out, flags)
+        assert (out / "checkpoints" / "step-00000008").exists()
+        torch.testing.assert_close(columns(out), expected, rtol=2e-3, atol=0)
+    for outcome in attempt_world(resumed, 1, tmp_path / "two", ("--batch-size", "3")):
+        assert "SystemExit: 2" in outcome.error
+
+
+@pytest.mark.slow
+def test_measured_processes_train_as_one(tmp_path: Path) -> None:
+    run_world(dealt, 1, tmp_path / "one", ("4",))
+    run_world(dealt, 2, tmp_path / "two", ("auto",))
+    torch.testing.assert_close(columns(tmp_path / "two"), columns(tmp_path / "one"), rtol=2e-3, atol=0)
+
+
 def test_sizes_of_other_numbers_of_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         pretrain(0, tmp_path, ("--deal", "3", "1"))
-    assert "Invalid deal=(3, 1): must be 1 numbers >= 1, one for each process" in capsys.readouterr().err
+    assert "Invalid deal=(3, 1): must be auto, or 1 numbers >= 1, one for each process" in capsys.readouterr().err
 
 
 def with_a_nan(rank: int, out: Path) -> None:

@@ -104,8 +104,24 @@ def test_packed_batch_is_a_function_of_seed_and_number():
     tokens = torch.arange(1000)
     make = lambda seed: PackedBatches(tokens, batch_size=4, seq_len=10, seed=seed)  # noqa: E731
     in_order = take(make(3), 60)
-    assert torch.equal(make(3).batch(59), in_order[59])
-    assert not torch.equal(make(4).batch(59), in_order[59])
+    assert torch.equal(make(3).sequences(59 * 4, 4), in_order[59])
+    assert not torch.equal(make(4).sequences(59 * 4, 4), in_order[59])
+
+
+@pytest.mark.parametrize("sizes", [[6], [3, 3], [5, 1], [1, 2, 3], [2, 1]])
+def test_any_processes_are_served_the_same_sequences_in_a_step(sizes):
+    """Six sequences a step: also in two batches of 2 and 1, and by those who go on after others' third step."""
+    alone = take(PackedBatches(torch.arange(501), batch_size=6, seq_len=10, seed=4), 7)
+    for start in (0, 3):
+        every = []
+        for rank in range(len(sizes)):
+            batches = PackedBatches(torch.arange(501), batch_size=6, seq_len=10, seed=4, shard=(rank, len(sizes)))
+            batches.sizes = tuple(sizes)
+            batches.load_state_dict({"position": 6 * start})
+            assert batches.batch_size == sizes[rank]
+            every.append(take(batches, (7 - start) * (6 // sum(sizes))))
+        served = torch.cat([batch for together in zip(*every, strict=True) for batch in together])
+        assert torch.equal(served, torch.cat(alone[start:]))
 
 
 def test_batches_run_on_across_epochs():

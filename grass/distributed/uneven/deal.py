@@ -84,7 +84,7 @@ class Deal:
             for found in self._lists(loader, sampler, step):
                 yield found
                 step += 1
-                if self._replan(step):
+                if self.end_step(step):
                     sampler.division, sampler.step = self.division, step
                     break
 
@@ -97,8 +97,11 @@ class Deal:
                 yield found
                 step, found = step + 1, []
 
-    def _replan(self, step: int) -> bool:
-        """Whether another division follows after a step, because the ranks' times have changed."""
+    def end_step(self, step: int) -> bool:
+        """Whether another division follows after ``step`` steps, because the ranks' times have changed.
+
+        :meth:`rounds` calls it. Loops with other loaders call it themselves, on every rank, after each step.
+        """
         if self._stopwatch is None:
             return False
         self._stopwatch.end_step()

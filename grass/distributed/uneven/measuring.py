@@ -98,9 +98,9 @@ def _timed(work: Work, size: int, ranks: Ranks, device: torch.device) -> tuple[f
                 synchronize(device)
             except Exception as raised:
                 failed, error = True, None if is_out_of_memory(raised) else raised
+            if failed:  # here, where the error no longer keeps what it was raised in
+                _free(device)
         times.append(time.perf_counter() - start)
-        if failed:
-            _free(device)
     return None if failed else median(times[1:]), error
 
 

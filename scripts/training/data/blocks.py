@@ -21,7 +21,6 @@ class DataConfig:
         seq_len: predicted tokens per sequence.
         seed: of the order of blocks (files only; a stream keeps its own order).
         shard: which of how many equal parts to read: a process's rank and the number of processes.
-        deal: sequences of each process in every batch (files only); empty for equal parts.
         eval_blocks: held-out sequences to evaluate on, at most.
         tokenizer: name or path for ``AutoTokenizer``; ``None`` means bytes.
         text_files: glob patterns of text files; 5% of the files are held out, unless there are ``eval_files``.
@@ -38,7 +37,6 @@ class DataConfig:
     seq_len: int = 256
     seed: int = 0
     shard: tuple[int, int] = (0, 1)
-    deal: tuple[int, ...] = ()
     eval_blocks: int = 64
     tokenizer: str | None = None
     text_files: Sequence[str] = ()
@@ -56,10 +54,6 @@ class DataConfig:
                 raise ValueError(f"Invalid {name}={getattr(self, name)}: must be >= 1")
         if self.seed < 0:
             raise ValueError(f"Invalid seed={self.seed}: must be >= 0")
-        if self.deal and (len(self.deal) != self.shard[1] or min(self.deal) < 1):
-            raise ValueError(f"Invalid deal={self.deal}: must be {self.shard[1]} numbers >= 1, one for each process")
-        if self.deal and self.dataset:
-            raise ValueError(f"Invalid deal={self.deal}: a stream has no order to deal from, dataset={self.dataset!r}")
         if self.dataset and self.text_files:
             raise ValueError(f"Choose one of dataset={self.dataset!r} and text_files={self.text_files!r}")
         if self.dataset and not self.tokenizer:
@@ -73,8 +67,11 @@ class DataConfig:
 class Batches(Protocol):
     """An endless iterator over int64 ``(batch_size, seq_len + 1)`` batches whose position can be saved and restored."""
 
-    batch_size: int
     seq_len: int
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of this process in a batch."""
 
     def __next__(self) -> Tensor:
         """The next batch; inputs are ``[:, :-1]``, targets ``[:, 1:]``."""
@@ -102,12 +99,16 @@ class Data:
 
 
 class PackedBatches:
-    """Batches of blocks cut from tokens in memory: batch ``k`` is a pure function of the seed and ``k``.
+    """Batches of blocks cut from tokens in memory: which sequences follow each other is a pure function of the seed.
 
     Block ``i`` is ``tokens[i * seq_len : (i + 1) * seq_len + 1]``: each token is predicted once per epoch. Every epoch
-    has its own permutation of the blocks, and batches run on across the border of two epochs. With
-    ``shard=(rank, size)``, every ``size``-th batch is served, from batch ``rank`` on. With ``deal``, the process takes
-    its own sequences of every batch of ``sum(deal)``.
+    has its own permutation of the blocks, and batches run on across the border of two epochs. The processes take their
+    sequences one after the other, process ``i`` the next ``sizes[i]`` of them. So after as many sequences any number of
+    processes goes on with the same ones.
+
+    Attributes:
+        sizes: sequences of each process in a batch; at first ``batch_size`` for each.
+        position: sequences that all processes have been served.
 
     Raises:
         ValueError: there is not one whole block.
@@ -121,32 +122,34 @@ class PackedBatches:
         seq_len: int,
         seed: int,
         shard: tuple[int, int] = (0, 1),
-        deal: tuple[int, ...] = (),
     ) -> None:
         self.blocks = packed_blocks(tokens, seq_len)
-        self.batch_size = sum(deal) or batch_size
-        self.deal = deal
+        self.sizes = (batch_size,) * shard[1]
         self.seq_len = seq_len
         self.seed = seed
-        self.shard = shard
+        self.rank = shard[0]
         self.position = 0
 
-    def batch(self, k: int) -> Tensor:
-        """Batch ``k``."""
-        places = torch.arange(k * self.batch_size, (k + 1) * self.batch_size)
+    @property
+    def batch_size(self) -> int:
+        """Sequences of this process in a batch."""
+        return self.sizes[self.rank]
+
+    def sequences(self, start: int, count: int) -> Tensor:
+        """So many sequences from a place in the order of all epochs."""
+        places = torch.arange(start, start + count)
         epochs, offsets = places // len(self.blocks), places % len(self.blocks)
         orders = {epoch: epoch_order(len(self.blocks), self.seed, epoch) for epoch in set(epochs.tolist())}
         chosen = [orders[epoch][offset] for epoch, offset in zip(epochs.tolist(), offsets.tolist(), strict=True)]
         return self.blocks[chosen].long()
 
     def __next__(self) -> Tensor:
-        rank, size = self.shard
-        batch = self.batch(self.position if self.deal else self.position * size + rank)
-        self.position += 1
-        return torch.split(batch, list(self.deal))[rank] if self.deal else batch
+        start = self.position + sum(self.sizes[: self.rank])
+        self.position += sum(self.sizes)
+        return self.sequences(start, self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of batches served."""
+        """The number of sequences that all processes have been served."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

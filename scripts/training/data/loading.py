@@ -33,7 +33,6 @@ def _packed_data(
         seq_len=config.seq_len,
         seed=config.seed,
         shard=config.shard,
-        deal=config.deal,
     )
     eval_tokens = encode_all(tokenizer, (document.text for document in held_out))
     eval_blocks = packed_blocks(eval_tokens, config.seq_len)

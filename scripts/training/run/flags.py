@@ -87,3 +87,8 @@ def split_and_path(text: str) -> tuple[str, str]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r}: must be SPLIT=GLOB, such as train=a.jsonl")
     return split, path
+
+
+def share(text: str) -> int | str:
+    """A number of sequences, or ``"auto"``."""
+    return text if text == "auto" else int(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
@@ -18,16 +19,18 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_warmup
 
 from grass import GrassAdamW, step_in_backward
+from grass.distributed.uneven.gradients import synchronised
 from grass.in_backward import InBackward
 from grass.memory import StateBytes, state_bytes
+from grass.parallel.ranks import Ranks
 from training.data.blocks import Data
 from training.run.checkpoint import CheckpointStore
+from training.run.dealing import divided, follow, is_packed, weight_of
 from training.run.metrics import Clock, MetricsLog, NoLog, gradient_bytes
 from training.run.processes import (
     Processes,
     data_parallel,
     load_optimizer_state,
-    synchronised,
     whole_optimizer_state,
     whole_weights,
 )
@@ -47,6 +50,8 @@ class TrainConfig:
         steps: optimizer steps.
         warmup: steps of linear warm-up; a cosine to a tenth of the peak learning rate follows.
         accumulate: batches per step.
+        deal: sequences of each process in a batch, or ``("auto",)``, which measures how to divide the sequences of a
+            step; empty for equal parts.
         clip: largest norm of the gradient; 0 does not clip.
         step_in_backward: step each parameter in backward (:func:`grass.step_in_backward`), for grass in dense mode on
             one process. ``clip`` then limits each parameter's gradient.
@@ -60,6 +65,7 @@ class TrainConfig:
     steps: int = 1000
     warmup: int = 100
     accumulate: int = 1
+    deal: Sequence[int | str] = ()
     clip: float = 1.0
     step_in_backward: bool = False
     autocast: bool = False
@@ -126,16 +132,16 @@ class Trainer:
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
         self.parallel = data_parallel(self.model, self.optimizer, self.processes)
-        deal = getattr(self.data.train, "deal", ())
-        sequences = self.config.accumulate * self.data.train.batch_size * (1 if deal else self.processes.size)
-        self.tokens_per_step = sequences * self.data.train.seq_len
-        # a mean over this process's sequences counts as often as it has more of them than the mean process
-        self.weight = deal[self.processes.rank] * self.processes.size / sum(deal) if deal else 1.0
-        self.settings = {**self.settings, "processes": self.processes.size}
+        self.deal = divided(self.config, self.data.train, self.processes, self.optimizer, self._work)
         self.in_backward = self._step_in_backward() if self.config.step_in_backward else None
         self.scheduler = get_cosine_with_min_lr_schedule_with_warmup(
             self.optimizer, self.config.warmup, self.config.steps, min_lr_rate=0.1
         )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all processes."""
+        return self.deal.division.batch * self.data.train.seq_len
 
     def run(self) -> Result:
         """Train to the last step, or to the end of the step in which SIGTERM or SIGINT arrives; save either way.
@@ -194,20 +200,30 @@ class Trainer:
         return {**row, "tokens_per_second": self.tokens_per_step / clock.lap()}
 
     def train_step(self) -> tuple[Tensor, Tensor]:
-        """Backward over ``accumulate`` batches, clip, update: the mean loss and the norm of the gradient."""
+        """Backward over the batches of a step, clip, update: the mean loss and the norm of the gradient."""
         self.model.train()
         self.optimizer.zero_grad()
-        losses = []
-        for i in range(self.config.accumulate):
-            with synchronised(self.parallel, i + 1 == self.config.accumulate):
-                loss = self._loss(next(self.data.train)) * self.weight / self.config.accumulate
+        losses, weight = [], weight_of(self.deal)
+        for i in range(self.deal.division.micro_batches):
+            with self.deal.synced(self.parallel, i):
+                loss = self._loss(next(self.data.train)) * weight
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         norm = self._clip() if self.in_backward is None else self.in_backward.grad_norm
         self.optimizer.step()
         self.scheduler.step()
         self.step += 1
+        if self.deal.end_step(self.step) and is_packed(self.data.train):
+            follow(self.deal, self.data.train)
         return torch.stack(losses).sum(), norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _work(self, size: int) -> None:
+        """Forward and backward of so many sequences, to be timed."""
+        self.model.train()
+        assert is_packed(self.data.train)
+        with synchronised(self.parallel, Ranks.of(None), isinstance(self.model, FSDPModule)):
+            self._loss(self.data.train.sequences(0, size)).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad()
 
     def _step_in_backward(self) -> InBackward:
         if not isinstance(self.optimizer, GrassAdamW):
@@ -237,7 +253,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss on the held-out blocks, each evaluated by one of the processes."""
         self.model.train(False)
-        batches = torch.split(self.data.eval_blocks, self.data.train.batch_size)
+        batches = torch.split(self.data.eval_blocks, min(self.deal.division.sizes))
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for first in range(0, len(batches), self.processes.size):  # sharded models need every process in each forward
             mine = first + self.processes.rank
@@ -258,7 +274,7 @@ class Trainer:
                 "data": [data for data, _ in positions],
                 "rng": [rng for _, rng in positions],
                 "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-                "settings": dict(self.settings),
+                "settings": self._settings(),
             }
             if self.processes.is_main:
                 self.checkpoints.save(self.step, self.model, state, weights)
@@ -275,15 +291,26 @@ class Trainer:
         if self.checkpoints is None or path is None:
             return False
         state = self.checkpoints.load(path, self.model)
-        changed = {k: v for k, v in state["settings"].items() if self.settings.get(k) != v}
+        settings = self._settings()
+        changed = {k: v for k, v in state["settings"].items() if settings.get(k) != v}
         if changed:
-            given = {name: self.settings.get(name) for name in changed}
+            given = {name: settings.get(name) for name in changed}
             raise ValueError(f"{path} was made with {changed}, not with {given}")
         self.step = self.saved_step = state["step"]
         self.eval_loss = state["eval_loss"]
         load_optimizer_state(self.model, self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
-        self.data.train.load_state_dict(state["data"][self.processes.rank])
-        torch.set_rng_state(state["rng"][self.processes.rank])
-        torch.cuda.set_rng_state_all(state["cuda_rng"])
+        saved = self.processes.rank % len(state["rng"])  # more processes than were saved take a position of others
+        self.data.train.load_state_dict(state["data"][saved])
+        torch.set_rng_state(state["rng"][saved])
+        torch.cuda.set_rng_state_all(state["cuda_rng"][: torch.cuda.device_count()])
         return True
+
+    def _settings(self) -> dict[str, Any]:
+        """What a resumed run must have too. Streams are read by as many processes, files by any."""
+        sequences = {"sequences per step": self.deal.division.batch}
+        return {
+            **self.settings,
+            **sequences,
+            **({} if is_packed(self.data.train) else {"processes": self.processes.size}),
+        }

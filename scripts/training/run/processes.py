@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,15 +122,6 @@ def data_parallel(model: nn.Module, optimizer: Optimizer, processes: Processes) 
     if isinstance(optimizer, GrassAdamW) and not moves_whole_weights(optimizer):
         ddp.register_comm_hook(ReducedAllreduceState(optimizer), reduced_allreduce_hook)
     return ddp
-
-
-def synchronised(model: nn.Module, now: bool) -> AbstractContextManager[None]:
-    """Whether backward exchanges gradients: in the last batch of a step alone."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
-    elif isinstance(model, DistributedDataParallel) and not now:
-        return model.no_sync()
-    return nullcontext()
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:
