@@ -7,7 +7,8 @@ README.md, docs/ and benchmarks/ hold three kinds of comments, invisible when re
 
 - A table between ``<!-- table: NAME -->`` and ``<!-- end -->`` is made by ``scripts/page_tables``.
 - A number before ``<!-- FILE: ROW: COLUMN: FORMAT -->`` is a cell of a CSV in benchmarks/, FORMAT as in ``format()``.
-  ``<!-- = EXPRESSION: FORMAT -->`` calculates with such cells in brackets.
+  ``<!-- = EXPRESSION: FORMAT -->`` calculates with such cells in brackets, and ``<!-- =KEY -->`` is one that
+  ``scripts/page_tables/keys.py`` names.
 - ``<!-- check: EXPRESSION -->`` says on what a sentence rests, as in ``[a.csv: x: ms] < [a.csv: y: ms]``. Where it is
   false, the script says so, and somebody has to rewrite the sentence.
 
@@ -23,6 +24,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent))
 
 from page_tables import make
+from page_tables.keys import KEYS
 from page_tables.source import evaluate
 
 from grass.command_line import ArgumentParser
@@ -30,6 +32,7 @@ from grass.command_line import ArgumentParser
 ROOT = Path(__file__).parents[1]
 TABLE = re.compile(r"(?<=<!-- table: )([^>\n]+?)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"([-+]?[\d.,]*\d%?|\?)(<!-- (?:= )?([^>]*?\.csv: .*?): ([-+,.\d]*[f%d]) -->)")
+KEYED = re.compile(r"([-+]?[\d.,]*\d%?|\?)(<!-- =([\w-]+) -->)")
 CHECK = re.compile(r"<!-- check: (.*?) -->")
 
 
@@ -61,6 +64,7 @@ def corrected(text: str) -> tuple[str, list[str]]:
 
     text = TABLE.sub(lambda m: guarded(_table, m), text)
     text = FIGURE.sub(lambda m: guarded(_figure, m), text)
+    text = KEYED.sub(lambda m: guarded(_keyed, m), text)
     CHECK.sub(lambda m: guarded(check, m), text)
     return text, problems
 
@@ -71,6 +75,11 @@ def _table(match: re.Match[str]) -> str:
 
 def _figure(match: re.Match[str]) -> str:
     return format(evaluate(match[3]), match[4]) + match[2]
+
+
+def _keyed(match: re.Match[str]) -> str:
+    expression, how = KEYS[match[3]]
+    return format(evaluate(expression), how) + match[2]
 
 
 def differences(before: str, after: str) -> list[str]:

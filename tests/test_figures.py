@@ -37,6 +37,13 @@ def test_numbers_are_corrected(measured) -> None:
     assert corrected(text) == (text.replace("9.9", "3.0").replace("?", "2.00"), [])
 
 
+def test_a_key_stands_for_an_expression(measured, monkeypatch) -> None:
+    monkeypatch.setitem(figures["KEYS"], "twice", ("[a.csv: slow: ms] / [a.csv: fast & seed=0: ms]", ".1f"))
+    assert corrected("it is 7<!-- =twice --> times") == ("it is 2.0<!-- =twice --> times", [])
+    _, (problem,) = corrected("7<!-- =thrice -->")
+    assert "thrice" in problem
+
+
 @pytest.mark.parametrize(
     ("reference", "expected"),
     [

@@ -1,0 +1,20 @@
+"""Short names of the measured numbers of README.md, so that its source reads well: what each is, and its format."""
+
+_MEMORY = "explore=as rank & policy=keep & moments=float32 & checkpointing=True & refresh=False"
+
+KEYS = {
+    "loss": ("cells.csv: @wide-8: loss_100", ".3f"),
+    "adamw-loss": ("cells.csv: @wide-two-rates: loss_100", ".3f"),
+    "step-time": ("[speed_wide.csv: method=grass compact: step_ms] / [speed_wide.csv: method=adamw: step_ms]", ".2f"),
+    "mb": ("([cells.csv: @wide-8: state_bytes] + [cells.csv: @wide-8: gradient_bytes]) / 1000000", ".0f"),
+    "adamw-mb": (
+        "([cells.csv: @wide-two-rates: state_bytes] + [cells.csv: @wide-two-rates: gradient_bytes]) / 1000000",
+        ".0f",
+    ),
+    "13b-gb": (f"memory.csv: model=13b & method=Grass & {_MEMORY}: peak_gb", ".1f"),
+    "13b-adamw-gb": ("memory.csv: model=13b & method=AdamW: peak_gb", ".1f"),
+    "long-loss-quarter": ("cells.csv: @compact-4 & 2150: mean loss_100", ".3f"),
+    "long-loss-eighth": ("cells.csv: @compact-8 & 2150: mean loss_100", ".3f"),
+    "long-loss-adamw-two-rates": ("cells.csv: @two-rates & 2150: mean loss_100", ".3f"),
+    "long-loss-adamw": ("cells.csv: @adamw & 2150: mean loss_100", ".3f"),
+}
