@@ -393,6 +393,35 @@ def test_gathered_by_fsdp(one_process):
     assert torch.equal(whole, values)
 
 
+def test_around_waits_of_fsdp(one_process):
+    """Every collective of a forward and backward is in one of the wrapped calls, and no computation is."""
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), mesh=init_device_mesh("cpu", (1,)))
+    model(torch.ones(1, 2))  # FSDP2 makes its groups complete
+    calls, inside = [], []
+
+    def around(call):
+        def wrapped(*arguments, **keywords):
+            inside.append(call)
+            try:
+                return call(*arguments, **keywords)
+            finally:
+                inside.pop()
+                calls.append(call.__name__)
+
+        return wrapped
+
+    private_names.around_waits_of_fsdp(model, around)
+    computing = []
+    model[0].register_forward_hook(lambda *_: computing.append(len(inside)))
+    model[1].register_full_backward_hook(lambda *_: computing.append(len(inside)))
+    model(torch.ones(1, 2)).sum().backward()
+    assert computing == [0, 0]
+    assert {"pre_forward", "unshard", "wait_for_unshard", "pre_backward", "post_backward", "finalize_backward"} == {
+        *calls
+    }
+    private_names.around_waits_of_fsdp(nn.Linear(2, 2), around)
+
+
 def test_compiled_modules():
     plain, called, wrapped = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     called.compile()

@@ -45,10 +45,15 @@ class Division:
         return f"{text}; predicted seconds {every}" if every else text
 
 
-def divide(profiles: Sequence[Profile], batch: int) -> Division:
+def divide(profiles: Sequence[Profile], batch: int, micro_batches: int | None = None) -> Division:
     """The division of ``batch`` samples with the least predicted time; of equal ones that with fewer micro-batches.
 
     Every rank gets at least one sample in each micro-batch.
+
+    Args:
+        profiles: of each rank.
+        batch: samples of a step.
+        micro_batches: their number, a divisor of ``batch``; ``None``: any.
 
     Raises:
         ValueError: the batch is smaller than the number of ranks, nothing fits on a rank, or no number of micro-batches
@@ -59,7 +64,7 @@ def divide(profiles: Sequence[Profile], batch: int) -> Division:
     if 0 in largest:
         raise ValueError(f"Not one sample fits on rank {largest.index(0)} (largest micro-batches: {largest})")
     found: Division | None = None
-    for count in _counts(batch, len(profiles)):
+    for count in _counts(batch, len(profiles)) if micro_batches is None else (micro_batches,):
         if batch // count > sum(largest):
             continue
         sizes = fill([profile.predict for profile in profiles], largest, batch // count)

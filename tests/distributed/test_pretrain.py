@@ -97,9 +97,10 @@ def test_a_run_of_two_uneven_processes_resumes_on_one_and_three(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_measured_processes_train_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
+def test_measured_processes_train_as_one(tmp_path: Path, flags: tuple[str, ...]) -> None:
     run_world(dealt, 1, tmp_path / "one", ("4",))
-    run_world(dealt, 2, tmp_path / "two", ("auto",))
+    run_world(dealt, 2, tmp_path / "two", ("auto", *flags))
     torch.testing.assert_close(columns(tmp_path / "two"), columns(tmp_path / "one"), rtol=2e-3, atol=0)
 
 

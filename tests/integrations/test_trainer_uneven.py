@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from grass.distributed.uneven import drift, measuring  # noqa: E402
+from grass.distributed.uneven.drift import Stopwatch  # noqa: E402
 from grass.integrations.transformers import GrassTrainer, uneven  # noqa: E402
 from grass.machine.profile import Profile  # noqa: E402
 from tests.distributed.training import assert_close  # noqa: E402
@@ -38,11 +41,16 @@ def trainer(out: Path, sizes: Any, model: Any = None, **options: Any) -> GrassTr
     return GrassTrainer(model or llama(), args, train_dataset=samples(), grass=GRASS, deal=sizes)
 
 
-def run(rank: int, out: Path, sizes: Any, resume: str | None = None) -> tuple[dict[str, torch.Tensor], list[Any], int]:
+def environment(rank: int) -> None:
+    """As torchrun sets it."""
     if torch.distributed.get_world_size() > 1:
         found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": torch.distributed.get_world_size()}
         os.environ.update({name: str(value) for name, value in found.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
+def run(rank: int, out: Path, sizes: Any, resume: str | None = None) -> tuple[dict[str, torch.Tensor], list[Any], int]:
+    environment(rank)
     made = trainer(out, sizes, save_strategy="no" if resume else "steps")
     made.train(resume_from_checkpoint=resume)
     assert made.args.world_size == torch.distributed.get_world_size()
@@ -62,6 +70,55 @@ def test_trains_as_one_process_and_resumes_on_one_and_three(tmp_path: Path) -> N
         for weights, found, _ in run_world(run, len(sizes), tmp_path / "resumed", sizes, checkpoint):
             assert_close(weights, expected, **CLOSE)
             torch.testing.assert_close(found[-2:], losses[-2:], **CLOSE)
+
+
+class Clock:
+    """Time that passes only where a forward says so."""
+
+    now = 1.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def changing(rank: int, out: Path) -> tuple[dict[str, torch.Tensor], list[Any], list[int], list[str]]:
+    """Rank 1 becomes three times as slow after four micro-batches of training; a look after every second step."""
+    environment(rank)
+    drift.time = measuring.time = clock = Clock()
+    drift.STEPS = 2
+    Stopwatch.__init__.__globals__["STEPS"] = 2
+    taken: list[int] = []
+
+    def passes(model: Any, inputs: Any, result: Any) -> None:
+        size, slower = len(result.logits), 3.0 if rank and len(taken) > 3 else 1.0
+        clock.now += size * slower
+        if torch.is_grad_enabled() and made.state.global_step < made.state.max_steps:
+            taken.append(size)
+
+    made = trainer(out, "auto", save_strategy="no", dataloader_num_workers=0)
+    measured = made._uneven._measured
+    made._uneven._measured = lambda even: (measured(even), taken.clear())[0]
+    made.model.register_forward_hook(passes)
+    lines: list[str] = []
+    logging.getLogger("grass").addHandler(handler := logging.Handler())
+    logging.getLogger("grass").setLevel(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    made.train()
+    return dict(made.model.state_dict()), logged(made, "loss"), taken, [line for line in lines if "changed" in line]
+
+
+@pytest.mark.slow
+def test_other_sizes_when_times_change(tmp_path: Path) -> None:
+    """The losses stay those of one process."""
+    [(expected, losses, _)] = run_world(run, 1, tmp_path / "one", [4])
+    first, second = run_world(changing, 2, tmp_path / "two")
+    for weights, found, _, lines in (first, second):
+        assert_close(weights, expected, **CLOSE)
+        torch.testing.assert_close(found, losses, **CLOSE)
+        assert "before: 8 samples: " in lines[0]
+    assert first[2][0] == second[2][0]
+    assert first[2][-1] > second[2][-1]
+    assert {a + b for a, b in zip(first[2], second[2], strict=True)} == {first[2][0] * 2}
 
 
 def test_auto_measures_and_divides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

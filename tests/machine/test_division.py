@@ -126,3 +126,11 @@ def test_other_files_are_refused(tmp_path, text):
 def test_values_out_of_range(seconds, largest, error):
     with pytest.raises(ValueError, match=error):
         Profile("", seconds, largest)
+
+
+def test_a_given_number_of_micro_batches():
+    ranks = [profile(1.0, 2.0, 3.0, 4.0), profile(2.0, 4.0, 6.0, 8.0)]
+    assert divide(ranks, 6).micro_batches == 1
+    assert divide(ranks, 6, 2).sizes == (2, 1)
+    with pytest.raises(ValueError, match="Cannot divide batch=12"):
+        divide(ranks, 12, 1)

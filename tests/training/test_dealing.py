@@ -33,7 +33,7 @@ def made(sizes: tuple[int | str, ...], work: Any = None, **options: Any) -> tupl
     """The division of one process whose batches are 6 sequences."""
     train = PackedBatches(torch.arange(501), batch_size=6, seq_len=10, seed=0)
     config = TrainConfig(out=Path(), deal=sizes, **options)
-    return divided(config, train, Processes(), adamw(), work), train
+    return divided(config, train, Processes(), torch.nn.Linear(1, 1), adamw(), work), train
 
 
 def test_equal_parts_and_sizes() -> None:
@@ -88,6 +88,6 @@ def test_streams_and_steps_in_backward() -> None:
         batch_size = 6
 
     with pytest.raises(ValueError, match=r"Invalid deal=\(4,\): a stream has no order to deal from"):
-        divided(TrainConfig(out=Path(), deal=(4,)), Stream(), Processes(), adamw(), None)
+        divided(TrainConfig(out=Path(), deal=(4,)), Stream(), Processes(), torch.nn.Linear(1, 1), adamw(), None)
     with pytest.raises(ValueError, match="measuring would step in backward"):
         made(("auto",), step_in_backward=True)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -43,12 +42,17 @@ class Deal:
     """
 
     def __init__(
-        self, division: Division, ranks: Ranks, profiles: Sequence[Profile] = (), replan_every: int = 0
+        self,
+        division: Division,
+        ranks: Ranks,
+        profiles: Sequence[Profile] = (),
+        replan_every: int = 0,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         self.division, self.ranks = division, ranks
         self.rank = ranks.rank
         self.profiles, self.replan_every = list(profiles), replan_every
-        self._stopwatch = Stopwatch() if profiles and replan_every else None
+        self._stopwatch = (stopwatch or Stopwatch()) if profiles and replan_every else None
 
     @property
     def size(self) -> int:
@@ -97,10 +101,14 @@ class Deal:
                 yield found
                 step, found = step + 1, []
 
-    def end_step(self, step: int) -> bool:
+    def end_step(self, step: int, *, keep_micro_batches: bool = False) -> bool:
         """Whether another division follows after ``step`` steps, because the ranks' times have changed.
 
         :meth:`rounds` calls it. Loops with other loaders call it themselves, on every rank, after each step.
+
+        Args:
+            step: steps done.
+            keep_micro_batches: change the sizes alone.
         """
         if self._stopwatch is None:
             return False
@@ -111,8 +119,8 @@ class Deal:
         if not profiles:
             return False
         before, self.profiles = self.division, profiles
-        self.division = divide(profiles, before.batch)
-        self._stopwatch.seconds.clear()
+        self.division = divide(profiles, before.batch, before.micro_batches if keep_micro_batches else None)
+        self._stopwatch.forget()
         logger.info("Grass: after step %d the ranks' times have changed: %s; before: %s", step, self.division, before)
         return True
 
@@ -154,15 +162,24 @@ class Deal:
         (:func:`grass.stream`), which DDP does not take.
         """
         is_last = k is None or k + 1 == self.division.micro_batches
-        watch = None if isinstance(model, FSDPModule) else self._stopwatch
-        by_hooks = is_last and isinstance(model, DistributedDataParallel)
-        with synchronised(model, self.ranks, is_last):
-            if watch is not None:
-                watch.watch(model)
-                watch.start()
+        with synchronised(model, self.ranks, is_last), self.timed(model, is_last=is_last):
             yield
-            if watch is not None:
-                watch.stop(is_computed=by_hooks)
+
+    @contextmanager
+    def timed(self, model: nn.Module, *, is_last: bool) -> Iterator[None]:
+        """A forward and backward that somebody else synchronises: times it, for :meth:`end_step`.
+
+        Args:
+            model: as it is called, in DDP or FSDP2.
+            is_last: whether its gradients are exchanged, in the last micro-batch of a step.
+        """
+        watch = self._stopwatch
+        if watch is not None:
+            watch.watch(model)
+            watch.start()
+        yield
+        if watch is not None:
+            watch.stop(is_computed=is_last and isinstance(model, DistributedDataParallel))
 
     def __repr__(self) -> str:
         return str(self.division)
@@ -175,6 +192,7 @@ def deal(
     largest: int | None = None,
     profile: str | Path | None = None,
     replan_every: int = 0,
+    model: nn.Module | None = None,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Deal:
@@ -200,6 +218,7 @@ def deal(
             machine's rates, so that ``python -m grass.memory --machine`` plans with it on any other machine.
         replan_every: look after every so many steps whether a rank's last 50 steps took more than 10% longer or shorter
             than predicted, and divide anew if so. Give it ``update_interval``, so that sizes change with selections.
+        model: that ``work`` runs; needed under FSDP2, so that waiting for other ranks is not counted.
         device: that computes; ``None``: this machine's accelerator, or the CPU.
         group: the ranks; ``None``: all.
 
@@ -216,10 +235,13 @@ def deal(
     same(ranks, "batch and replan_every", lambda: checked(batch, replan_every, largest, size))
     place = torch.empty(0, device=device or accelerator()).device
     profiles = ranks.of_each(lambda: None if profile is None else stored(Path(profile), place))
+    watch = Stopwatch()
+    if model is not None:
+        watch.watch(model)
     if None in profiles:
         most = batch - size + 1
         own = measure(
-            work, most if largest is None else min(largest, most), ranks, place, with_rates=profile is not None
+            work, most if largest is None else min(largest, most), ranks, place, watch, with_rates=profile is not None
         )
         if profile is not None:
             own.save(profile)
@@ -227,7 +249,7 @@ def deal(
     found = [one for one in profiles if one is not None]
     division, evenly = divide(found, batch), divide_evenly(found, batch)
     logger.info("Grass: %s; evenly: %s", division, "does not fit" if evenly is None else evenly)
-    return Deal(division, ranks, found, replan_every)
+    return Deal(division, ranks, found, replan_every, watch)
 
 
 def checked(batch: int, replan_every: int, largest: int | None, ranks: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from statistics import median
 import torch
 
 from grass.device import has_streams, synchronize
+from grass.distributed.uneven.drift import Stopwatch
 from grass.distributed.uneven.gradients import communicating
 from grass.machine.profile import Profile, between, doubled
 from grass.machine.rates import Machine, machine_name
@@ -24,7 +25,15 @@ Work = Callable[[int], object]
 """``work(m)`` runs forward and backward of ``m`` samples on this rank."""
 
 
-def measure(work: Work, most: int, ranks: Ranks, device: torch.device, *, with_rates: bool = False) -> Profile:
+def measure(
+    work: Work,
+    most: int,
+    ranks: Ranks,
+    device: torch.device,
+    watch: Stopwatch | None = None,
+    *,
+    with_rates: bool = False,
+) -> Profile:
     """Measure this rank while all others measure themselves. Every rank has to call this.
 
     All ranks begin each run together, and a rank that is done repeats its largest size until all are. So they share
@@ -35,16 +44,17 @@ def measure(work: Work, most: int, ranks: Ranks, device: torch.device, *, with_r
         most: the largest size to try.
         ranks: that measure together.
         device: whose work is waited for.
+        watch: of the model that ``work`` runs, so that what FSDP2 waits for other ranks is not counted.
         with_rates: also of updates and of the link to host memory, which takes a second or two.
 
     Raises:
         ValueError: on every rank, if ``work`` raised one on some of them.
         RuntimeError: likewise, for any other error.
     """
-    search = Search(most)
+    search, watch = Search(most), watch or Stopwatch()
     with torch.random.fork_rng([device] if has_streams(device) else [], device_type=_type_with_rng(device)):
         while ranks.any((size := search.next()) is not None, communicating(ranks)):
-            seconds, error = _timed(work, size or search.largest, ranks, device)
+            seconds, error = _timed(work, size or search.largest, ranks, device, watch)
             ranks.of_each(partial(_raise, error))
             if size is not None:
                 search.note(size, seconds)
@@ -85,13 +95,16 @@ class Search:
             self.seconds[size] = seconds
 
 
-def _timed(work: Work, size: int, ranks: Ranks, device: torch.device) -> tuple[float | None, Exception | None]:
+def _timed(
+    work: Work, size: int, ranks: Ranks, device: torch.device, watch: Stopwatch
+) -> tuple[float | None, Exception | None]:
     """The median time, ``None`` if memory was not enough; and any other error, after which no other rank waits."""
     times: list[float] = []
     failed, error = size == 0, None
     for _ in range(1 + REPEATS):
         ranks.any(False, communicating(ranks))  # all begin together
         start = time.perf_counter()
+        watch.start()
         if not failed:
             try:
                 work(size)
@@ -100,7 +113,9 @@ def _timed(work: Work, size: int, ranks: Ranks, device: torch.device) -> tuple[f
                 failed, error = True, None if is_out_of_memory(raised) else raised
             if failed:  # here, where the error no longer keeps what it was raised in
                 _free(device)
-        times.append(time.perf_counter() - start)
+        times.append(time.perf_counter() - start - watch.waited())
+    watch.stop(is_computed=False)
+    watch.forget()
     return None if failed else median(times[1:]), error
 
 

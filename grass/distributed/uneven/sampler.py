@@ -32,6 +32,7 @@ class UnevenBatches(Sampler[list[int]]):
 
     Attributes:
         step: with which the next iteration begins.
+        begun: steps of which a list has been taken; a loader may be ahead of training.
 
     Raises:
         ValueError: the data do not fill one batch, or a number is out of range.
@@ -60,6 +61,8 @@ class UnevenBatches(Sampler[list[int]]):
             )
         self.length, self.division, self.rank = length, division, rank
         self.seed, self.shuffle, self.drop_last, self.step = seed, shuffle, drop_last, start
+        self.begun = start
+        self._later: dict[int, Division] = {}
 
     @property
     def steps(self) -> int:
@@ -69,6 +72,17 @@ class UnevenBatches(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration begin with an epoch, as accelerate and Lightning do."""
         self.step = epoch * self.steps
+
+    def change(self, division: Division, step: int) -> None:
+        """Divide the batches otherwise from a step on, of which no list has been taken on any rank.
+
+        Raises:
+            ValueError: it has as many lists or samples no longer, or lists of the step have been taken.
+        """
+        same = (self.division.batch, self.division.micro_batches, len(self.division.sizes))
+        if (division.batch, division.micro_batches, len(division.sizes)) != same or step < self.begun:
+            raise ValueError(f"Cannot go from {self.division} to {division} in step {step} after {self.begun} steps")
+        self._later[step] = division
 
     def __len__(self) -> int:
         """Lists of the next iteration."""
@@ -81,6 +95,8 @@ class UnevenBatches(Sampler[list[int]]):
         self.step = (epoch + 1) * steps
         order = self.order(epoch)
         for step in range(first, steps):
+            self.begun = epoch * steps + step + 1
+            self.division = self._later.pop(self.begun - 1, self.division)
             samples = order[step * self.division.batch : (step + 1) * self.division.batch]
             for start, end in self._bounds(len(samples)):
                 yield samples[start:end] if end > start else samples[:1]

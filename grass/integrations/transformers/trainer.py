@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
@@ -46,6 +48,13 @@ class GrassTrainerMixin:
         """Trainer's loader, with uneven batches if ``deal`` was given."""
         loader: DataLoader[Any] = super().get_train_dataloader()  # type: ignore[misc]
         return loader if self._uneven is None else self._uneven.loader(loader)
+
+    def training_step(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Tensor:
+        """Trainer's forward and backward of one micro-batch, timed if ``deal`` was given."""
+        deal, trainer = None if self._uneven is None else self._uneven.deal, self
+        with nullcontext() if deal is None else deal.timed(model, is_last=trainer.accelerator.sync_gradients):  # type: ignore[attr-defined]
+            loss: Tensor = super().training_step(model, *arguments, **keywords)  # type: ignore[misc]
+        return loss
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of a step, of all processes."""

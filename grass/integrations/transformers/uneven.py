@@ -29,7 +29,7 @@ class UnevenTraining(TrainerCallback):
         trainer: with a model whose loss takes ``num_items_in_batch``.
         sizes: samples of each process in a micro-batch, of which a step has ``gradient_accumulation_steps``; or
             ``"auto"``, which measures all processes and divides the batch that Trainer would take, also into another
-            number of micro-batches.
+            number of micro-batches. Other sizes of these follow after a refresh, when times have changed.
 
     Raises:
         TypeError: ``sizes`` are neither.
@@ -64,6 +64,14 @@ class UnevenTraining(TrainerCallback):
         if self.sampler is not None:
             self.sampler.set_epoch(math.floor((state.epoch or 0) + 1e-6))
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Take other sizes, if the processes' times have changed, for the steps that no process has begun to load."""
+        if self.deal is None or self.sampler is None:
+            return
+        if self.deal.end_step(state.global_step, keep_micro_batches=True):
+            begun = self.deal.ranks.of_each(lambda: self.sampler.begun)  # type: ignore[union-attr]
+            self.sampler.change(self.deal.division, max(begun))
+
     def _given(self) -> Deal:
         assert not isinstance(self.sizes, str)
         return deal(self.sizes, sum(self.sizes) * self.trainer.args.gradient_accumulation_steps)
@@ -85,7 +93,8 @@ class UnevenTraining(TrainerCallback):
             optimizer.zero_grad()
 
         batch = trainer.get_total_train_batch_size(args)
-        return deal(work, batch, device=args.device)
+        intervals = [group["update_interval"] for group in optimizer.param_groups]
+        return deal(work, batch, device=args.device, replan_every=min(intervals))
 
 
 def check_arguments(trainer: Any, sizes: Sizes) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from grass.distributed.uneven import Deal, deal
@@ -21,7 +23,12 @@ REPLAN_EVERY = 200
 
 
 def divided(
-    config: TrainConfig, train: Batches, processes: Processes, optimizer: Optimizer, work: Callable[[int], None]
+    config: TrainConfig,
+    train: Batches,
+    processes: Processes,
+    model: nn.Module,
+    optimizer: Optimizer,
+    work: Callable[[int], None],
 ) -> Deal:
     """What the configuration asks for: equal parts, sizes, or what ``work`` measures.
 
@@ -40,7 +47,10 @@ def divided(
         raise ValueError("Invalid deal=auto: measuring would step in backward, give sizes or step_in_backward=False")
     else:
         batch = train.batch_size * processes.size * config.accumulate
-        made = deal(work, batch, replan_every=interval_of(optimizer), device=processes.device)
+        options: dict[str, Any] = {"replan_every": interval_of(optimizer), "device": processes.device}
+        # a rank whose memory ends would leave the others of FSDP2 waiting: nothing larger is tried than was asked for
+        largest = train.batch_size if isinstance(model, FSDPModule) else None
+        made = deal(work, batch, model=model, largest=largest, **options)
     follow(made, train)
     return made
 

@@ -132,7 +132,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
         self.parallel = data_parallel(self.model, self.optimizer, self.processes)
-        self.deal = divided(self.config, self.data.train, self.processes, self.optimizer, self._work)
+        self.deal = divided(self.config, self.data.train, self.processes, self.parallel, self.optimizer, self._work)
         self.in_backward = self._step_in_backward() if self.config.step_in_backward else None
         self.scheduler = get_cosine_with_min_lr_schedule_with_warmup(
             self.optimizer, self.config.warmup, self.config.steps, min_lr_rate=0.1

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -227,6 +229,46 @@ def of_ddp(rank: int) -> list[float]:
 
 def test_waiting_for_other_ranks_is_not_timed() -> None:
     assert run_world(of_ddp, 2) == [[10.0], [10.0]]
+
+
+def of_fsdp(rank: int) -> list[Any]:
+    """Rank 1 computes three times as long as rank 0, which waits 50 seconds for it before each forward."""
+    drift.time = measuring.time = clock = Clock()
+    clock.now = 1.0
+    model = llama()
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    ids = samples()[0]["input_ids"]
+
+    def waits(module: Any, name: str, seconds: float) -> None:
+        call = getattr(module, name)
+        setattr(module, name, lambda *a, **k: (passes(seconds), call(*a, **k))[1])
+
+    def passes(seconds: float) -> None:
+        clock.now += seconds
+
+    waits(FSDPParamGroup, "wait_for_unshard", 50.0 * (rank == 0))
+    waits(FSDPParamGroup, "post_backward", 20.0 * (rank == 0))
+    model.model.layers[0].mlp.register_forward_hook(lambda m, i, out: passes(len(out) * (1.0 + 2 * rank)))
+
+    def work(size: int) -> None:
+        model(input_ids=ids.expand(size, -1)).logits.sum().backward()
+        model.zero_grad()
+
+    made = deal(work, 8, model=model, device="cpu", replan_every=50)
+    for _ in range(2):
+        with made.synced(model):
+            work(made.size)
+        made.end_step(1)
+    return [made.division.sizes, made.profiles[rank].seconds, list(made._stopwatch.seconds)]
+
+
+def test_waiting_in_fsdp_is_not_timed() -> None:
+    first, second = run_world(of_fsdp, 2)
+    assert first[0] == second[0] == (6, 2)
+    assert first[1] == {size: pytest.approx(float(size)) for size in (1, 2, 4, 7)}
+    assert first[2] == second[2] == [pytest.approx(6.0)] * 2
 
 
 class _Lines:

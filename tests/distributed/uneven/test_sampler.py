@@ -71,6 +71,27 @@ def test_epochs_follow_each_other_and_can_be_set():
     assert list(UnevenBatches(20, Division((8,), 1), 0, shuffle=False)) == [[*range(8)], [*range(8, 16)]]
 
 
+def test_other_sizes_from_a_step_on():
+    """Steps of which lists have been taken keep their sizes; the samples of each step stay the same."""
+    samplers = [UnevenBatches(40, Division((3, 1), 2), rank) for rank in (0, 1, None)]
+    expected = steps_of(40, Division((3, 1), 2))
+    for sampler in samplers:
+        iterator = iter(sampler)
+        lists = [next(iterator)]
+        assert sampler.begun == 1
+        with pytest.raises(ValueError, match=r"in step 0 after 1 steps"):
+            sampler.change(Division((1, 3), 2), 0)
+        sampler.change(Division((1, 3), 2), 2)
+        lists += iterator
+        sizes = {0: [3] * 4 + [1] * 6, 1: [1] * 4 + [3] * 6, None: [3, 1] * 4 + [1, 3] * 6}[sampler.rank]
+        assert list(map(len, lists)) == sizes
+        assert sampler.division == Division((1, 3), 2)
+    assert [i for one in lists for i in one] == [i for step in expected for i in step]
+    for other in (Division((4, 4), 2), Division((4, 4), 1), Division((8,), 1)):
+        with pytest.raises(ValueError, match="Cannot go from 8 samples"):
+            samplers[0].change(other, 7)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
