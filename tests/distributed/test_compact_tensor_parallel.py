@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import grass
 from grass import GrassAdamW
@@ -262,55 +262,6 @@ def test_from_the_meta_device(way: str, sizes: tuple[int, ...]) -> None:
     expected, _ = one_process(1, {})
     for ours in run_world(from_meta, math.prod(sizes), sizes, way):
         assert_close(ours, expected, **EXACT)
-
-
-class Block(nn.Module):
-    """A norm and two layers, divided along the sequence around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = nn.LayerNorm(12, dtype=torch.float64)
-        self.up = nn.Linear(12, 20, dtype=torch.float64)
-        self.down = nn.Linear(20, 12, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x))))
-
-
-SEQUENCES = torch.randn(STEPS, 3, 6, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-
-
-def along_sequence(rank: int) -> dict[str, Tensor]:
-    """Sequence parallelism: what ``up`` takes is gathered, what ``down`` gives is summed and scattered."""
-    plan = {
-        "norm": SequenceParallel(use_local_output=True),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    model = parallelize_module(Block(), init_device_mesh("cpu", (2,)), plan)
-    grass.compact(model, **ROWS)
-    optimizer = GrassAdamW(model, **OPTIONS)
-    for x in SEQUENCES:
-        own = x.chunk(2, dim=1)[rank]
-        optimizer.zero_grad()
-        (model(own) - own).square().sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
-        optimizer.step()
-    return {name: whole(value) for name, value in model.state_dict().items()}
-
-
-def test_sequence_parallelism() -> None:
-    model = Block()
-    convert(model, {"down": 2}, **ROWS)
-    optimizer = GrassAdamW(model, **OPTIONS)
-    for x in SEQUENCES:
-        optimizer.zero_grad()
-        (model(x) - x).square().sum().backward()
-        assert nn.utils.clip_grad_norm_(model.parameters(), 10.0) > 10.0
-        optimizer.step()
-    for ours in run_world(along_sequence, 2):
-        assert_close(ours, whole_state(model), **EXACT)
 
 
 def decoder_plan() -> dict[str, Any]:
