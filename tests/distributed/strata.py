@@ -53,7 +53,7 @@ def convert(model: nn.Module, strata: Mapping[str, int], dim: int = 1, **rows: A
         count = strata.get(name, 1)
         for stratum in range(count):
             layer = layers[f"{name}.blocks.{stratum}" if name in strata else name]
-            layer.first_draw = 0, number + (stratum << 24)
+            layer.first_draw = rows.get("seed", 0), number + (stratum << 24)
             layer.place = lambda position, key=place + (stratum << 24): key
             layer.restore(*torch.split(layer.draw_first(), layer.counts()))
 
