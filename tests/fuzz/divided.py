@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -145,6 +146,8 @@ class OneProcess(GridRun):
                 p.requires_grad_(not frozen)
 
     def save(self, *, full: bool) -> None:
+        if full:
+            get_optimizer_state_dict(self.model, self.optimizer)  # takes a step without gradients before the first one
         super().save(full=False)
 
     def go_on_as_copy(self) -> None:
