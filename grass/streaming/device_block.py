@@ -66,8 +66,9 @@ class DeviceBlock:
 
     def begin(self, counts: Counts) -> None:
         """Make the task that copies what differs from the host's tensors once their step has ended."""
-        mark, unit = self._link.mark(), self._unit
+        unit = self._unit
         self._rows = unit.room_for_rows(self._link.device, late=self.version is None)
+        mark = self._link.mark()
 
         def work() -> None:
             unit.wait()

@@ -54,7 +54,7 @@ MUTANTS = {
         ("stream: mark of an activation that returns", "        mark = self._link.mark()", "        mark = None"),
     ],
     "grass/streaming/device_block.py": [
-        ("stream: mark of a unit that comes", "mark, unit = self._link.mark(),", "mark, unit = None,"),
+        ("stream: mark of a unit that comes", "mark = self._link.mark()", "mark = None"),
     ],
     "grass/streaming/micro_batches.py": [
         ("micro-batches: threads take over the stream", "stack.enter_context(on(self._stream))", NOTHING),

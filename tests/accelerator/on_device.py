@@ -4,6 +4,7 @@ import copy
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -227,6 +228,22 @@ def test_random_numbers_do_not_depend_on_the_order():
         return torch.cat([first, second, torch.randperm(5, device=DEVICE).float()]).tolist()
 
     assert draw(1) == draw(2) == draw(3)
+
+
+@pytest.mark.parametrize("draw", [lambda t: t.normal_(), nn.functional.dropout])
+def test_random_numbers_of_the_device_and_of_the_host_are_apart(draw):
+    """The host's generator stays as it is while a long operator draws, and the operator does not read it."""
+    there = torch.ones(1 << 23, device=DEVICE)
+    torch.accelerator.synchronize()
+    drawn = draw(there)
+    before, seen = torch.get_rng_state(), []
+    waiting = threading.Thread(target=torch.accelerator.synchronize)
+    waiting.start()
+    while waiting.is_alive():
+        seen.append(torch.get_rng_state())
+    waiting.join()
+    assert drawn.sum().isfinite()
+    assert all(torch.equal(state, before) for state in seen)
 
 
 def test_a_checkpoint_draws_the_same_dropout_again():

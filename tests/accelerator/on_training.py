@@ -144,13 +144,8 @@ def test_a_few_orders(name: str, resident: dict[Any, Any]) -> None:
     check(mode, way, range(2), resident)
 
 
-NOT_UNDERSTOOD = pytest.mark.xfail(strict=False, reason="the last step has differed, on a busy machine: see README.md")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=NOT_UNDERSTOOD if "some cached" in name else []) for name in WAYS]
-)
+@pytest.mark.parametrize("name", WAYS)
 def test_many_orders(name: str, resident: dict[Any, Any]) -> None:
     check, mode, way = WAYS[name]
     check(mode, way, range(2, 12), resident)

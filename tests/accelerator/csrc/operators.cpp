@@ -10,6 +10,7 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_native.h>
@@ -325,31 +326,28 @@ struct Call {
   }
 };
 
-// Run the CPU's kernel; its random numbers come from the seed.
+// As the CPU's kernel of aten::native_dropout, which takes no generator.
+void dropout(Stack& stack, const at::Generator& generator) {
+  const at::Tensor input = stack[0].toTensor();
+  const double keep = 1 - stack[1].toDouble();
+  const at::Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(keep, generator);
+  stack = {input.mul(mask).mul_(keep == 0 ? 0 : 1 / keep), mask};
+}
+
+// Run the CPU's kernel. Its random numbers come from a generator of its own: the default one is the host's, whose
+// threads go on meanwhile.
 void run_on_cpu(const c10::OperatorHandle& op, Stack& stack, std::optional<uint64_t> seed) {
   c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset);
-  if (!seed) {
-    op.callBoxed(&stack);
-    return;
+  const bool drops = op.schema().name() == "aten::native_dropout";
+  const bool trains = drops && (stack[2].isNone() || stack[2].toBool());
+  if (seed && (trains || !drops)) {
+    const at::Generator generator = at::make_generator<at::CPUGeneratorImpl>(*seed);
+    if (trains) return dropout(stack, generator);
+    const auto place = op.schema().argumentIndexWithName("generator");
+    TORCH_CHECK(place, "standin: ", op.operator_name(), " is random and takes no generator");
+    stack[*place] = generator;
   }
-  at::Generator generator = at::detail::getDefaultCPUGenerator();  // some kernels take no other
-  at::Tensor before;
-  {
-    std::lock_guard guard(generator.mutex());
-    before = generator.get_state();
-    generator.set_current_seed(*seed);
-  }
-  const auto restore = [&] {
-    std::lock_guard guard(generator.mutex());
-    generator.set_state(before);
-  };
-  try {
-    op.callBoxed(&stack);
-  } catch (...) {
-    restore();
-    throw;
-  }
-  restore();
+  op.callBoxed(&stack);
 }
 
 // Wait for the stream and compute at once, as operators do whose shapes or results the host needs.
