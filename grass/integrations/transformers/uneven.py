@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from grass.distributed.uneven import Deal, UnevenBatches, deal
+from grass.distributed.uneven import Deal, UnevenBatches, agree, deal
+from grass.optimizer import GrassAdamW
 
 LOADER = ("num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
 """What the loader of uneven batches takes over from Trainer's own."""
@@ -41,6 +43,7 @@ class UnevenTraining(TrainerCallback):
         self.trainer, self.sizes = trainer, sizes
         self.deal: Deal | None = None
         self.sampler: UnevenBatches | None = None
+        self._agreement: RemovableHandle | None = None
 
     def loader(self, even: DataLoader[Any]) -> DataLoader[Any]:
         """The loader to train with, prepared by accelerate, in place of Trainer's own one."""
@@ -58,6 +61,18 @@ class UnevenTraining(TrainerCallback):
         loader = DataLoader(even.dataset, batch_sampler=self.sampler, collate_fn=even.collate_fn, **options)
         prepared: DataLoader[Any] = trainer.accelerator.prepare(loader)
         return prepared
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Make replicas equal at every refresh, because unlike devices round otherwise."""
+        optimizer = getattr(kw["optimizer"], "optimizer", kw["optimizer"])  # without accelerate's wrapper
+        has_replicas = not (self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled)
+        if has_replicas and isinstance(optimizer, GrassAdamW):
+            self._agreement = agree(self.trainer.model, optimizer)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """End that."""
+        if self._agreement is not None:
+            self._agreement.remove()
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Take the order of this epoch, also where Trainer has wrapped the sampler to resume within one."""
