@@ -45,6 +45,8 @@ SCHEMES = (
     "2D, Grass, cached panels",
     "1D, Grass",
     "FSDP2 x 1D, Grass",
+    "Replicas x 1D",
+    "Replicas x 1D, Grass",
 )
 SHARE = 1 / 4
 """The share of active columns, selected and explored."""
@@ -72,10 +74,11 @@ def received_by(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> 
         1D       4 (p - 1) / p t h for a pair       two all-reduces of its activations
         FSDP2    3 (p - 1) / p m n                  two gathers of the weight, one sum of its gradient
         both     4 (q - 1) / q^2 t h for a pair, and 3 (q - 1) / q^2 m n for each weight
+        replicas 4 (q - 1) / q^2 t h for a pair, and 2 (q - 1) / q^2 m n for each weight: one all-reduce of its gradient
         2D       3 (q - 1) / q^2 (t n + m n)        two gathers and a sum of inputs and weights, over rows and columns
 
     With Grass FSDP2 gathers ``(2 + 2 rho) m n`` and sums ``rho m n``, because active columns are gathered too, alone or
-    with 1D beside it. 1D receives the same: its gradients do not travel. 2D
+    with 1D beside it. Replicas of 1D sum ``2 rho m n``. 1D receives the same: its gradients do not travel. 2D
     gathers ``(1 + rho) t n + 2 m n`` and sums ``t n + rho m n``; with cached panels it gathers ``rho m n`` for ``2 m
     n``. The indices of active columns add gathers of ``(q - 1) rho n / q``, twice with cached panels.
     """
@@ -86,6 +89,8 @@ def received_by(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> 
     gathers = 2 + 2 * rho if "Grass" in scheme else 2
     if scheme.startswith("1D"):
         return {"all-reduce": 4 * over * pairs * t * h}
+    if scheme.startswith("Replicas"):
+        return {"all-reduce": along * (4 * pairs * t * h + 2 * rho * weights)}
     if scheme.startswith("FSDP2 x 1D"):
         sums = {"all-reduce": 4 * along * pairs * t * h}
         return {**sums, "all-gather": gathers * along * weights, "reduce-scatter": rho * along * weights}
@@ -138,9 +143,11 @@ class Received(TorchDispatchMode):
             output, whole = (args[0], args[1]) if name.startswith("_reduce_scatter_base") else (result, args[0])
             self._add("reduce-scatter", whole.numel() - output.numel())
         elif "all_reduce" in name or "allreduce" in name:
-            tensors = args[0] if isinstance(args[0], list) else [args[0]]
-            group = args[1] if isinstance(args[0], list) else torch._C._distributed_c10d._resolve_process_group(args[2])
-            size = group.size() if hasattr(group, "size") else dist.get_world_size()
+            if isinstance(args[0], list):
+                tensors, group = args[0], dist.ProcessGroup.unbox(args[1])
+            else:
+                tensors, group = args[:1], torch._C._distributed_c10d._resolve_process_group(args[2])
+            size = group.size()
             self._add("all-reduce", 2 * (size - 1) / size * sum(t.numel() for t in tensors))
         else:
             raise RuntimeError(f"An uncounted collective: {name}")
@@ -175,12 +182,13 @@ def built(scheme: str, ranks: int, sizes: Sizes, dtype: torch.dtype = torch.floa
         if "Grass" in scheme:
             grass.compact(model, rank=SHARE / 2)
         return model, _input(sizes, dtype)
-    mesh = init_device_mesh("cpu", (q, q), mesh_dim_names=("rows", "columns"))
-    if scheme.startswith("FSDP2"):
+    sizes_of = (q, 1, q) if scheme.startswith("Replicas") else (q, q)
+    mesh = init_device_mesh("cpu", sizes_of, mesh_dim_names=("rows", "shards", "columns")[:: 4 - len(sizes_of)])
+    if not scheme.startswith("2D"):
         options: dict[str, Any] = {}
         if "1D" in scheme:
             parallelize_module(model, mesh["columns"], plan)
-            options["mesh"] = mesh["rows"]
+            options["mesh"] = mesh[mesh.mesh_dim_names[:-1]]
         if "Grass" in scheme:
             grass.compact(model, rank=SHARE / 2)
             options["shard_placement_fn"] = grass.distributed.shard_placement_fn(model)

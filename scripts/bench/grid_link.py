@@ -36,6 +36,9 @@ CONTESTANTS = {
     "Grass": "2D, Grass",
     "Grass, cached panels": "2D, Grass, cached panels",
     "AdamW, FSDP2 x 1D": "FSDP2 x 1D",
+    "Grass, FSDP2 x 1D": "FSDP2 x 1D, Grass",
+    "AdamW, replicas x 1D": "Replicas x 1D",
+    "Grass, replicas x 1D": "Replicas x 1D, Grass",
 }
 RANKS = 4
 
