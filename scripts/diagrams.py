@@ -130,12 +130,14 @@ def grid_costs() -> Figure:
     """Draw what a rank receives in a step and holds, by the number of ranks; counted values are dots."""
     figure = Figure(figsize=(8, 3.8), layout="constrained")
     received, held = figure.subplots(1, 2)
-    colors = dict(zip(costs.SCHEMES, mpl.colormaps["tab10"].colors, strict=False))
+    drawn = [scheme for scheme in costs.SCHEMES if not scheme.startswith("Replicas")]
+    colors = dict(zip(drawn, mpl.colormaps["tab10"].colors, strict=False))
     for scheme, color in colors.items():
         style = {"color": color, "linestyle": "--" if "Grass" in scheme else "-", "label": scheme}
         received.plot(RANKS, [2 * costs.received(scheme, p, BLOCK) / 1e9 for p in RANKS], **style)
         held.plot(RANKS, [2 * sum(costs.held(scheme, p, BLOCK).values()) / 1e9 for p in RANKS], **style)
-    for row in pd.read_csv(COUNTED).to_dict("records"):
+    counted = pd.read_csv(COUNTED)
+    for row in counted[counted.scheme.isin(drawn)].to_dict("records"):
         sizes = costs.Sizes(*(int(row[name]) for name in costs.Sizes._fields))
         share = row["counted"] / costs.received(row["scheme"], row["ranks"], sizes)
         value = share * 2 * costs.received(row["scheme"], row["ranks"], BLOCK) / 1e9

@@ -109,13 +109,15 @@ def held(scheme: str, ranks: int, sizes: Sizes, share: float = SHARE) -> dict[st
     t, h, f, pairs = sizes
     rho, q = share if "Grass" in scheme else 1.0, isqrt(ranks)
     weights, inputs = 2 * pairs * h * f, pairs * t * (h + f)
-    blocks = {"1D": 0.0, "FSDP2": h * f, "FSDP2 x 1D": h * f / q, "2D": 2 * (t * max(h, f) + h * f) / q**2}
     base = scheme.split(",")[0]
-    gathered = 2 * t * max(h, f) / q**2 + weights / q if "cached" in scheme else blocks[base]
-    saved = {"1D": pairs * t * (h + f / ranks), "FSDP2 x 1D": pairs * t * (h + f / q) / q}.get(base, inputs / ranks)
+    blocks = {"FSDP2": h * f, "FSDP2 x 1D": h * f / q, "2D": 2 * (t * max(h, f) + h * f) / q**2}
+    gathered = 2 * t * max(h, f) / q**2 + weights / q if "cached" in scheme else blocks.get(base, 0.0)
+    beside = pairs * t * (h + f / q) / q
+    saved = {"1D": pairs * t * (h + f / ranks), "FSDP2 x 1D": beside, "Replicas x 1D": beside}.get(base, inputs / ranks)
+    parts = q if base == "Replicas x 1D" else ranks
     return {
-        "weights": weights / ranks,
-        "gradients_and_moments": 3 * rho * weights / ranks,
+        "weights": weights / parts,
+        "gradients_and_moments": 3 * rho * weights / parts,
         "activations": rho * saved,
         "gathered": gathered,
     }

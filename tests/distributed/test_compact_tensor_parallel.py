@@ -126,6 +126,7 @@ def parallel(rank: int, dim: int, sizes: tuple[int, ...], cases: list[dict[str, 
     [
         pytest.param((2,), id="alone"),
         pytest.param((2, 2), id="fsdp2", marks=pytest.mark.slow),
+        pytest.param((2, 1, 2), id="replicas", marks=pytest.mark.slow),
         pytest.param((2, 2, 2), id="hsdp", marks=pytest.mark.slow),
     ],
 )
