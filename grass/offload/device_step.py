@@ -58,7 +58,8 @@ class DeviceStep:
         self._values.grad = parameter.grad
         self.parameter: Tensor = self._values
         if has_master:
-            self.parameter = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
+            placeholder = torch.empty(0, dtype=torch.float32, device=parameter.device)
+            self.parameter = nn.Parameter(placeholder, requires_grad=False)
         assert self._values.grad is not None
         self._snapshot = GradientSnapshot(parameter, local(self._values.grad))
         self._state = state

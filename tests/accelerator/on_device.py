@@ -230,6 +230,13 @@ def test_random_numbers_do_not_depend_on_the_order():
     assert draw(1) == draw(2) == draw(3)
 
 
+def test_inference_mode():
+    with torch.inference_mode():
+        there = torch.ones(3).to(DEVICE) + torch.arange(3, device=DEVICE)
+        there.mul_(2)
+        assert there.tolist() == [2, 4, 6]
+
+
 @pytest.mark.parametrize("draw", [lambda t: t.normal_(), nn.functional.dropout])
 def test_random_numbers_of_the_device_and_of_the_host_are_apart(draw):
     """The host's generator stays as it is while a long operator draws, and the operator does not read it."""

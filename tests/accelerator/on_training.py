@@ -167,6 +167,20 @@ def test_rounded_parameters_step_by_turns(monkeypatch: pytest.MonkeyPatch) -> No
     assert same(rounded({"fraction": 0.4}, 0), expected)
 
 
+def with_masters(fraction: float, seed: int) -> tuple[Any, ...]:
+    standin.seed_order(seed)
+    model = training.network().to(DEVICE, torch.bfloat16)
+    offload = Offload(masters=True, fraction=fraction)
+    optimizer = GrassAdamW(model.parameters(), lr=1e-2, offload=offload, fused=False)
+    return training.train(model, optimizer, STEPS), *values_of(model, optimizer)
+
+
+def test_masters_step_by_turns() -> None:
+    expected = with_masters(0.0, 0)
+    for seed in range(2):
+        assert same(with_masters(0.4, seed), expected), f"seed {seed}"
+
+
 def banked(seed: int, *, in_background: bool, selection: str = "multinomial_norm") -> tuple[Any, ...]:
     """Training with a bank, whose exchange runs in the background or at once."""
     standin.seed_order(seed)

@@ -26,7 +26,7 @@ OBSERVE: Action = ("state", {"what": "both"})
 def in_lockstep(setting: Setting, place: Place, actions: list[Action], *, late: bool = False) -> None:
     """Do the same with a plain model and one that lies elsewhere, and compare what is seen."""
     if setting.mode == "attached":
-        place = Place(place.stream or (), None)
+        place = Place(place.stream or (), None, place.device)
     moves = [arguments["place"] for name, arguments in actions if name == "move"]
     in_files = any(dict(each.stream or ()).get("path") for each in (place, *moves))
     setting = comparable(setting) if in_files else setting
@@ -96,6 +96,7 @@ class Late:
 def difference(a: Any, b: Any, where: str = "") -> str | None:
     """Where two nests of values differ; ``None`` if nowhere."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
+        a, b = a.cpu(), b.cpu()
         if a.dtype != b.dtype or a.shape != b.shape:
             return f"{where}: {a.dtype} {tuple(a.shape)}, {b.dtype} {tuple(b.shape)}"
         equal = torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)

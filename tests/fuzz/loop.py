@@ -32,6 +32,8 @@ class Loop:
     def __init__(self, setting: Setting, place: Place, directory: Path, *, in_files: bool) -> None:
         self.setting, self.place, self.directory, self.in_files = setting, place, directory, in_files
         self.model = setting.build()
+        if place.stream is None:
+            self.model.to(place.device).tie()
         self.saved: dict[str, Any] = {}
         self.stream: Any = None
         self.begin(streamed_first=False)
@@ -47,7 +49,8 @@ class Loop:
     def stream_again(self) -> None:
         self.close()
         if self.place.stream is not None:
-            self.stream = grass.stream(self.model, "cpu", **streamed_in_files(self.directory, self.place.stream))
+            options = streamed_in_files(self.directory, self.place.stream)
+            self.stream = grass.stream(self.model, self.place.device, **options)
 
     def close(self) -> None:
         if self.stream is not None:
@@ -62,7 +65,7 @@ class Loop:
             self.model.state_dict()  # weights read by hand in files are those of the last refresh
 
     def loss(self, number: int, depth: int = BLOCKS, length: int = 3) -> Tensor:
-        ids = batch(number, length)
+        ids = batch(number, length).to(self.place.device)
         return nn.functional.cross_entropy(self.model(ids, depth).float().flatten(0, 1), ids.flatten())
 
     def backward(self, number: int, depth: int) -> Any:

@@ -76,8 +76,12 @@ class Network(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.gain = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
         self.register_buffer("shift", torch.linspace(-1, 1, WIDTH) / 4)
-        self.checkpointed = False
-        if kind == "tied":
+        self.checkpointed, self.kind = False, kind
+        self.tie()
+
+    def tie(self) -> None:
+        """Tie weights; again after ``to()``, which parts them on devices that torch cannot exchange in place."""
+        if self.kind == "tied":
             blocks: Any = self.blocks
             self.head.weight = self.embedding.weight
             blocks[2].up.weight = blocks[0].up.weight

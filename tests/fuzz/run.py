@@ -41,7 +41,7 @@ class Run(Loop):
     @torch.no_grad()
     def generate(self, length: int) -> Any:
         self.model.eval()
-        ids = torch.zeros(1, 1, dtype=torch.long)
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.place.device)
         for _ in range(length):
             ids = torch.cat([ids, self.model(ids)[:, -1:].argmax(-1)], dim=1)
         self.model.train()
@@ -98,7 +98,7 @@ class Run(Loop):
     def copied(self, number: int) -> Any:
         """A copy of the model computes the same, and leaves the model as it is."""
         twin = copy.deepcopy(self.model)
-        ids = batch(number)
+        ids = batch(number).to(self.place.device)
         loss = nn.functional.cross_entropy(twin(ids).float().flatten(0, 1), ids.flatten())
         loss.backward()
         return loss.item(), dict(twin.state_dict())
@@ -136,7 +136,7 @@ class Run(Loop):
     def move(self, place: Place | None) -> None:
         """Stream again, or stop streaming. ``None``: the copy that stays where it is."""
         if place is not None:
-            self.place = Place(place.stream, self.place.offload)
+            self.place = Place(place.stream, self.place.offload, self.place.device)
             self.stream_again()
 
 

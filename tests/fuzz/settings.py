@@ -45,6 +45,7 @@ class Setting:
     dim: int = 1
     dropout: float = 0.0
     options: tuple[tuple[str, Any], ...] = ()
+    fused: bool | None = None
 
     def build(self) -> Any:
         torch.manual_seed(0)
@@ -61,7 +62,7 @@ class Setting:
             grass.compact(model, rank=self.rank, explore=self.explore, dim=self.dim, dtype=dtype, weights=int8)
 
     def optimizer(self, model: nn.Module, offload: Offload | None) -> GrassAdamW | Attached:
-        common: dict[str, Any] = {"lr": 3e-2, "offload": offload}
+        common: dict[str, Any] = {"lr": 3e-2, "offload": offload, "fused": self.fused}
         if self.mode == "attached":
             options: dict[str, Any] = {name: value for name, value in self.options if name in ATTACHED_OPTIONS}
             return Attached([p for p in model.parameters() if p.requires_grad], lr=3e-2).attach(model, **options)
@@ -75,15 +76,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a copy lies: how it is streamed and how it is offloaded."""
+    """Where a copy lies: how it is streamed and how it is offloaded, and the device that computes."""
 
     stream: tuple[tuple[str, Any], ...] | None = None
     offload: tuple[tuple[str, Any], ...] | None = None
+    device: str = "cpu"
 
     def plain(self) -> Place:
         """Where the copy lies that this one is compared with: only float32 masters need offload."""
         masters = dict(self.offload or ()).get("masters")
-        return Place(None, (("masters", True), ("overlap", False)) if masters else None)
+        return Place(None, (("masters", True), ("overlap", False)) if masters else None, self.device)
 
     def offloaded(self, directory: Path) -> Offload | None:
         return None if self.offload is None else Offload(**in_files(directory, self.offload))

@@ -10,7 +10,7 @@
 #include <string>
 #include <thread>
 
-#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
@@ -102,7 +102,7 @@ struct Scheduler {
   }
 
   void work() {
-    at::NoGradGuard no_grad;
+    const c10::InferenceMode all;  // tasks write tensors that were made in it too
     std::unique_lock guard(lock());
     for (;;) {
       wake.wait(guard, [&] { return !requests.empty(); });
