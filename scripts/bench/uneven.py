@@ -2,11 +2,15 @@
 
     python scripts/bench/uneven.py               # two minutes, speeds 3:1, 2:1:1 and 2:2:1
     python scripts/bench/uneven.py --rounds 1 --sample 0.005
+    python scripts/bench/uneven.py --half-core   # two ranks that compute, the second on half a core
 
 The ranks are gloo processes of this machine that stand in for devices: beside a tiny computation, each sleeps for as
 long as a device of its speed would take (``--sample`` seconds for a sample on the fastest, and a tenth of that for each
 micro-batch). ``seconds`` is the median step, ``predicted`` the division's own prediction, ``busy_i`` the median time
 that rank ``i`` computes in a step; the rest it waits. ``sent`` are bytes that rank 0 hands to collectives in a step.
+
+With ``--half-core``, nothing sleeps: each rank is pinned to a core, and a process that spins takes half of the second
+one. The model is wider then, and ``load`` is that of the machine before the run: other programs spoil such a run.
 
 ``bias`` is the relative error of the gradient on one batch of ragged sequences. Ranks whose losses are means over their
 own tokens get it even with equal sizes; a loss divided by the tokens of all ranks has none.
@@ -50,6 +54,8 @@ BATCH = {2: 16, 3: 24}
 STEPS = 2
 """Steps of a round."""
 VOCABULARY, TOKENS, HIDDEN = 64, 8, 32
+WIDER = {"TOKENS": 64, "HIDDEN": 256}
+"""With ``--half-core``: a sample takes some 10 ms on a core."""
 MEAN = "Grass, sizes by hand, mean loss"
 
 
@@ -93,6 +99,28 @@ class Device:
         time.sleep(self.per_batch + self.per_sample * size)
         self.busy += time.perf_counter() - start  # what follows is tiny, and DDP's forward waits for other ranks
         yield
+
+
+class HalfCore(Device):
+    """A core of this machine, of which a process that spins takes half on the second rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(1.0, 0.0)
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank]})
+        if rank:
+            multiprocessing.get_context("spawn").Process(target=spin, args=(cores[rank],), daemon=True).start()
+
+    @contextmanager
+    def computes(self, size: int) -> Iterator[None]:
+        """The model itself computes."""
+        yield
+
+
+def spin(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    while os.getppid() != 1:
+        pass
 
 
 class Contestant:
@@ -177,16 +205,26 @@ def bias(contestant: Contestant, labels: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
+def device_of(rank: int, speeds: tuple[int, ...], args: argparse.Namespace) -> Device:
+    """What this rank computes on."""
+    if not args.half_core:
+        return Device(speeds[rank] / max(speeds), args.sample)
+    globals().update(WIDER)
+    return HalfCore(rank)
+
+
 def worker(rank: int, store: str, path: str, speeds: tuple[int, ...], args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(speeds))
-    batch, device = BATCH[len(speeds)], Device(speeds[rank] / max(speeds), args.sample)
+    batch, device = BATCH[len(speeds)], device_of(rank, speeds, args)
     labels, dealt = samples(batch), measured(device, batch)
     even = grass.distributed.deal([batch // len(speeds)] * len(speeds), batch)
     deals = {"Grass, dealt": dealt, "Grass, even": even, "AdamW, even, DDP": even, "AdamW, even, FSDP2": even}
     hand = grass.distributed.deal(dealt.division.sizes, batch) if dealt.division.micro_batches == 1 else even
     deals[MEAN] = hand
-    if len(speeds) == 2:
+    if args.half_core:
+        deals = {name: deals[name] for name in ("Grass, dealt", "Grass, even", "AdamW, even, DDP")}
+    elif len(speeds) == 2:
         for first in range(2, batch, 2):
             deals[f"Grass, {first} + {batch - first}"] = grass.distributed.deal([first, batch - first], batch)
     contestants = [Contestant(name, device, deal) for name, deal in deals.items()]
@@ -234,9 +272,14 @@ def run(speeds: tuple[int, ...], args: argparse.Namespace) -> pd.DataFrame:
 
 def main() -> None:
     args = parse()
-    result = pd.concat([run(speeds, args) for speeds in SPEEDS[: args.clusters]])
+    load = os.getloadavg()[0]
+    if args.half_core:
+        result = run((2, 1), args).drop(columns=["busy_0", "busy_1"]).assign(load=load)
+    else:
+        result = pd.concat([run(speeds, args) for speeds in SPEEDS[: args.clusters]])
     print(result.to_string(index=False, float_format="%.3f"))
-    write(result, args.csv, rounds=args.rounds, sample=args.sample)
+    csv = args.csv or Path(__file__).parents[2] / "benchmarks" / f"uneven{'_core' if args.half_core else ''}.csv"
+    write(result, csv, rounds=args.rounds, **({} if args.half_core else {"sample": args.sample}))
 
 
 def parse() -> argparse.Namespace:
@@ -244,7 +287,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of all contestants in turn")
     parser.add_argument("--sample", type=float, default=0.04, help="seconds for a sample on the fastest device")
     parser.add_argument("--clusters", type=int, default=len(SPEEDS), help="how many of the speeds to run")
-    parser.add_argument("--csv", type=Path, default=Path(__file__).parents[2] / "benchmarks" / "uneven.csv")
+    parser.add_argument("--half-core", action="store_true", help="compute, the second rank on half a core")
+    parser.add_argument("--csv", type=Path, help="default: benchmarks/uneven.csv, or uneven_core.csv")
     args = parser.parse_args()
     if args.rounds < 1 or not args.sample > 0 or not 1 <= args.clusters <= len(SPEEDS):
         parser.error(f"Invalid --rounds {args.rounds}, --sample {args.sample} or --clusters {args.clusters}")
