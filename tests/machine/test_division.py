@@ -137,7 +137,7 @@ def test_a_given_number_of_micro_batches():
 
 
 def test_the_plan_that_cephalo_has_published():
-    """Its fitted times of a layer of GPT 2.7B and its sizes for 64 sequences (example/gpt_2.7b.json of its repository)."""
+    """From its fitted times of a layer of GPT 2.7B: its sizes for 64 sequences (example/gpt_2.7b.json there)."""
     lines = {"l4": (18.361196, 6.024328), "a6000": (7.056488, 3.068228), "p40": (43.65419, 6.01005)}  # milliseconds
     times = [Profile(gpu, {1: sum(lines[gpu]), 64: 64 * lines[gpu][0] + lines[gpu][1]}, 64) for gpu in lines]
     found = divide([times[0], times[0], times[1], times[2]], 64)
