@@ -171,6 +171,49 @@ def by_llamafactory(steps: int, folder: Path, *, grass: bool) -> Found:
     return found(trainer.model, trainer.optimizer, engine.renderer.process_samples(talks[:16]))
 
 
+def by_fabric(steps: int, folder: Path, *, grass: bool) -> Found:
+    """A loop under Lightning's Fabric."""
+    from lightning.fabric import Fabric
+
+    from grass import GrassAdamW, compact
+
+    fabric, llama = Fabric(accelerator="cpu", devices=1), model()
+    if grass:
+        compact(llama, rank=RANK)
+    optimizer: Any = GrassAdamW(llama, lr=RATE) if grass else torch.optim.AdamW(llama.parameters(), lr=RATE)
+    trained, stepped = fabric.setup(llama, optimizer)
+    ids = torch.tensor([row["input_ids"] for row in sequences(0, 64)])
+    for step in range(steps):
+        part = ids[torch.arange(4 * step, 4 * step + 4) % len(ids)]
+        stepped.zero_grad()
+        fabric.backward(trained(input_ids=part, labels=part).loss)
+        stepped.step()
+    return found(llama, optimizer, sequences(0, 16))
+
+
+def by_unsloth(steps: int, folder: Path, *, grass: bool) -> Found:
+    """TRL's ``SFTTrainer`` as unsloth changes it, for full finetuning."""
+    unsloth = import_module("unsloth")  # before trl, which it changes
+    import datasets
+    import trl
+
+    from grass.integrations.transformers import GrassTrainerMixin
+
+    class GrassSFTTrainer(GrassTrainerMixin, trl.SFTTrainer):
+        """As the mixin's docstring has it."""
+
+    model().save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    loading = {"max_seq_length": 64, "full_finetuning": True, "load_in_4bit": False, "dtype": torch.float32}
+    llama, words_of = unsloth.FastLanguageModel.from_pretrained(str(folder / "model"), **loading)
+    args = trl.SFTConfig(str(folder / "out"), max_steps=steps, **COMMON)
+    cls, more = (GrassSFTTrainer, {"grass": {"rank": RANK}}) if grass else (trl.SFTTrainer, {})
+    data = datasets.Dataset.from_list([{"text": " ".join(words(start))} for start in range(64)])
+    trainer = cls(model=llama, args=args, train_dataset=data, processing_class=words_of, **more)
+    trainer.train()
+    return found(trainer.model, trainer.optimizer)
+
+
 def by_torchtitan(steps: int, folder: Path, *, grass: bool) -> Found:
     """torchtitan's Trainer, in one process; its model has two layers of width 256."""
     from titan.run import trained, write_data
@@ -188,7 +231,10 @@ HOSTS: dict[str, Callable[..., Found]] = {
     "trl": by_trl,
     "llamafactory": by_llamafactory,
     "torchtitan": by_torchtitan,
+    "lightning": by_fabric,
+    "unsloth": by_unsloth,
 }
+"""By package; unsloth is the last, because it changes TRL for the whole process."""
 
 
 def rows(hosts: list[str], steps: int) -> Iterator[Found]:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from page_tables.markdown import label, number, table
 from page_tables.source import read
 
-NAMES = {"llamafactory": "LLaMA-Factory", "trl": "TRL, SFT"}
+NAMES = {
+    "llamafactory": "LLaMA-Factory",
+    "trl": "TRL, SFT",
+    "lightning": "Lightning's Fabric",
+    "unsloth": "unsloth, SFT",
+}
 
 
 def hosts() -> str:
