@@ -96,6 +96,7 @@ def render(
         notes.append(
             f"Sweep: {sweep[0].trials} trials of {sweep[0].steps} steps. Pipelined: micro-batches of one sequence, "
             f"{setting.batch_size} in all, and stages that are equally long."
+            + (" Hours count the products only; with --machine copies and updates too." if sweep[1] is not None else "")
         )
     notes += [f"Peak of {method}: {p.peak_at}." for method, p in plans.items()]
     return "\n".join([heading(name, model, setting, gpu), "", *aligned(rows), "", *notes])

@@ -4,8 +4,10 @@
     python -m grass.sweep --model gpt2 --data a.txt b.txt --rank 0.125 --steps 500 --devices cuda:0 cuda:1
 
 It trains short complete runs, each on a device of its own, begins with --lr and scale="auto", and halves and doubles
-both rates until the best pair is inside its bracket: half and twice of either rate are worse. It prints the table of
-all runs and the lines for your script, and draws lr.png. The same command resumes it after an interruption.
+both rates until the best pair is inside its bracket: half and twice of either rate are worse, or level within 0.002.
+The rate of the projected weights is lr * scale. After each round it says how many runs there are and which is best; at
+the end it prints the table of all runs and the lines for your script, and draws lr.png and curves.png. The same command
+resumes it after an interruption.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from grass.command_line import ArgumentParser
-from grass.sweep.bracket import Point, next_points
+from grass.sweep.bracket import Point, best_point, next_points
+from grass.sweep.grid import Kind
 from grass.sweep.language import LanguageModel
 from grass.sweep.plot import plot_curves, plot_rates
 from grass.sweep.runner import run
@@ -42,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(render(table, best))
     try:
         plot_rates(table, best, args.out / "lr.png")
-        plot_curves(args.out, args.out / "curves.png")
+        kind = Kind(trial, args.steps, args.out)
+        files = [kind.place({name: row[name] for name in ("lr", "scale")}).path("jsonl") for row in table]
+        plot_curves(files, args.out / "curves.png")
         print(f"Pictures: {args.out / 'lr.png'}, {args.out / 'curves.png'}")
     except ImportError as error:
         print(error, file=sys.stderr)
@@ -126,7 +131,10 @@ def search(
         for row in table:
             if row["end"] in ("error", "out of memory"):
                 raise RuntimeError(f"lr={row['lr']:g}, scale={row['scale']:g}: {row['message']} (logs are in {out})")
-    return table, min(table, key=_loss)
+        best = table[points.index(best_point({p: _loss(row) for p, row in zip(points, table, strict=True)}))]
+        rates = f"lr={best['lr']:.4g}, scale={best['scale']:.4g}"
+        print(f"{len(table)} runs, best so far: loss {best['loss']:.4f} at {rates}", file=sys.stderr, flush=True)
+    return table, best
 
 
 def render(table: Table, best: dict[str, Any]) -> str:

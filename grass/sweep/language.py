@@ -88,8 +88,10 @@ class LanguageModel:
             OSError: a file cannot be read.
             ValueError: the text is too short, or the model has no tokenizer and too few tokens for bytes.
         """
-        self.config()
         text = "\n".join(Path(file).read_text(encoding="utf-8", errors="replace") for file in self.data)
+        if not text.strip():
+            raise ValueError(f"There is no text in {', '.join(self.data)}")
+        self.config()
         ids = self.encode(text)
         count = len(ids) // self.seq_len
         heldout = min(max(count // 10, 1), self.eval_windows)
@@ -142,7 +144,7 @@ class LanguageModel:
     def lines(self, lr: float, scale: float) -> str:
         """The code that trains with these rates."""
         options = f"rank={self.rank:g}" + ("" if self.explore is None else f", explore={self.explore:g}")
-        rates = f"lr={lr:.4g}, scale={scale:.4g}"
+        rates = f"{lr=}, {scale=}"
         if self.dense:
             return f"optimizer = grass.GrassAdamW(grass.param_groups(model, {options}), {rates})"
         return f"grass.compact(model, {options})\noptimizer = grass.GrassAdamW(model, {rates})"

@@ -38,29 +38,29 @@ def plot_rates(table: Sequence[dict[str, Any]], best: dict[str, Any], path: Path
     axes.plot([best["lr"] * best["scale"]], [best["loss"]], "o", markersize=14, fillstyle="none", color="black")
     axes.set_xscale("log", base=2)
     ticks = sorted({float(f"{row['lr'] * row['scale']:.3g}") for row in table})
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=45)
     axes.set_xlabel("rate of projected weights, lr * scale")
     axes.set_ylabel("held-out loss")
     axes.legend(title="all other weights")
     figure.savefig(path, dpi=150)
 
 
-def plot_curves(out: Path, path: Path) -> int:
-    """Draw the losses of all trials whose journals are in a folder, over their steps. Returns how many there are.
+def plot_curves(files: Sequence[Path], path: Path) -> int:
+    """Draw the losses of trials over their steps, from their journals. Returns how many there are.
 
     Trials that came to their end are drawn on top, the best of them thick; others are grey and end in a cross.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: there are no journals with a loss.
+        ValueError: no journal has a loss.
     """
     optional("matplotlib", path.name)
     from matplotlib.figure import Figure
 
-    journals = {file.stem.rpartition("-")[0]: Journal(file).read() for file in sorted(out.glob("*.jsonl"))}
+    journals = {file.stem.rpartition("-")[0]: Journal(file).read() for file in sorted(files)}
     drawn = {name: journal for name, journal in journals.items() if journal.losses}
     if not drawn:
-        raise ValueError(f"{out} has no journal of a trial with a loss")
+        raise ValueError(f"No loss is in the journals {', '.join(map(str, files)) or '(none)'}")
     last = {name: next(reversed(journal.losses.values())) for name, journal in drawn.items()}
     done = {name for name, journal in drawn.items() if journal.events and journal.events[-1].get("end") == "done"}
     best = min(done, key=last.__getitem__, default=None)
@@ -76,8 +76,10 @@ def plot_curves(out: Path, path: Path) -> int:
             axes.plot(steps[-1:], losses[-1:], "x", color="0.5")
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
-    if 0 < len(done) <= LEGEND:
-        axes.legend(fontsize="small")
+    handles, labels = axes.get_legend_handles_labels()
+    shown = len(labels) if len(labels) <= LEGEND else 1  # the best one is drawn last
+    if done:
+        axes.legend(handles[-shown:], labels[-shown:], fontsize="small")
     figure.savefig(path, dpi=150)
     return len(drawn)
 

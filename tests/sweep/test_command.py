@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 import grass
 from grass.sweep.__main__ import main
-from grass.sweep.bracket import FURTHEST, next_points
+from grass.sweep.bracket import FURTHEST, best_point, next_points
 from grass.sweep.language import LanguageModel
 
 TEXT = "".join(f"{i} times {i} is {i * i}. " for i in range(400))
@@ -57,7 +57,7 @@ def found(loss, bound=200):
         assert not losses.keys() & set(points)
         losses |= {point: loss(*point) for point in points}
         assert len(losses) < bound
-    return min(losses, key=losses.get), len(losses)
+    return best_point(losses), len(losses)
 
 
 @pytest.mark.parametrize("target", [(0, 0), (1, 0), (3, -2), (-4, 3)])
@@ -87,6 +87,10 @@ def test_a_search_without_a_best_point_says_so(loss) -> None:
 
 def test_a_point_level_with_its_neighbours_ends_the_search() -> None:
     assert found(lambda a, b: 1.0) == ((0, 0), 5)
+
+
+def test_a_flat_valley_is_not_followed() -> None:
+    assert found(lambda a, b: 1.0 + 1e-4 * b) == ((0, 0), 5)
 
 
 @pytest.mark.parametrize("dense", [False, True])

@@ -41,14 +41,14 @@ def test_tensorboard_has_curves_and_settings(swept: Path) -> None:
 
 def test_a_picture_of_all_curves(swept: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert plot_curves(swept, swept / "curves.png") == 3
+    assert plot_curves(list(swept.glob("*.jsonl")), swept / "curves.png") == 3
     assert (swept / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_they_lack_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    with pytest.raises(ValueError, match="has no journal of a trial with a loss"):
-        plot_curves(tmp_path, tmp_path / "curves.png")
+    with pytest.raises(ValueError, match="No loss is in the journals"):
+        plot_curves([], tmp_path / "curves.png")
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ImportError, match="tensorboard=True needs tensorboard: pip install tensorboard"):
         run(trials.ends, {"how": ENDS}, out=tmp_path / "out", steps=4, tensorboard=True)
