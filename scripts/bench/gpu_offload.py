@@ -1,7 +1,7 @@
 """Training steps of a LLaMA of 3 billion parameters with the optimizer's state on the host: ours and the rivals'.
 
     python scripts/bench/gpu_offload.py --out benchmarks/gpu     # the suite gives it 150 seconds
-    python scripts/bench/gpu_offload.py --smoke                  # a tiny model, a CPU as the device, times meaningless
+    python scripts/bench/gpu_offload.py --smoke                  # tiny, on the tests' stand-in, times meaningless
 
 Each contestant trains a model of its own from the same weights on the same tokens, in bfloat16 with checkpointing.
 Converted layers have r = q = n/8. The table gives the median step, the peak of allocated memory and the throughput.
@@ -22,8 +22,8 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 import torch
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
-from contest import Contestant, Step, deepspeed_step, loop, run, store
-from harness import DEVICE, parse
+from contest import DEVICE, Contestant, Step, deepspeed_step, loop, run, store
+from harness import parse
 
 import grass
 from grass.machine.rates import Machine

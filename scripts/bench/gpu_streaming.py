@@ -1,7 +1,7 @@
 """Training steps of a LLaMA of 8 billion parameters in 24 GB of device memory: streamed by grass and by rivals.
 
     python scripts/bench/gpu_streaming.py --out benchmarks/gpu   # the suite gives it 150 seconds
-    python scripts/bench/gpu_streaming.py --smoke                # a tiny model, a CPU as the device, times meaningless
+    python scripts/bench/gpu_streaming.py --smoke                # tiny, on the tests' stand-in, times meaningless
 
 Each contestant trains a model of its own in bfloat16 on the same tokens, with clipping. Converted layers have r = q =
 n/8. The process may allocate 24 GB. The last row is a model of 34 billion parameters, whose values are constants.
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
-from contest import Contestant, Step, deepspeed_step, loop, run
-from harness import DEVICE, parse
+from contest import DEVICE, Contestant, Step, deepspeed_step, loop, run
+from harness import parse
 
 import grass
 from grass.memory.llama import LlamaShape

@@ -1,7 +1,7 @@
 """Whole bfloat16 training steps of a LLaMA on a GPU: Grass in compact mode against fused AdamW.
 
-    python scripts/bench/gpu_train_step.py --out benchmarks/gpu            # 1b, under two minutes on an H200
-    python scripts/bench/gpu_train_step.py --smoke                         # a tiny model on the CPU, times meaningless
+    python scripts/bench/gpu_train_step.py --out benchmarks/gpu    # 1b, under two minutes on an H200
+    python scripts/bench/gpu_train_step.py --smoke                 # tiny, on the tests' stand-in, times meaningless
 
 Each contestant trains a model of its own from the same weights on the same tokens; the table gives the mean step,
 refreshes included, the peak of allocated memory and the throughput relative to AdamW. Grass has float32 active rows and
@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
-from harness import DEVICE, machine, parse
+from harness import machine, parse, step_device
 
 import grass
 from grass.memory.llama import llama_config
@@ -32,6 +32,7 @@ from grass.memory.llama import llama_config
 sys.path.append(str(Path(__file__).parents[1]))
 from training.run.models import build_llama
 
+DEVICE = step_device()
 BY_NORM = {"update_interval": 10, "selection": "multinomial_norm", "state_policy": "bank"}
 
 
@@ -69,20 +70,20 @@ def measure(build: Callable[[nn.Module], Optimizer], args: argparse.Namespace) -
     """Mean milliseconds and peak memory of a step."""
     config = llama_config(args.model, vocab_size=256 if args.smoke else 32_000, max_seq_len=args.seq_len)
     model = build_llama(config, seed=0, dtype=torch.bfloat16, device=DEVICE)
-    optimizer, cuda = build(model), DEVICE == "cuda"
+    optimizer, accelerated = build(model), DEVICE != "cpu"
     ids = torch.randint(256, (args.batch_size, args.seq_len), device=DEVICE)
     times = []
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+    if accelerated:
+        torch.accelerator.reset_peak_memory_stats()
     for _ in range(args.repeats + args.warmup):
         start = time.perf_counter()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if cuda:
-            torch.cuda.synchronize()
+        if accelerated:
+            torch.accelerator.synchronize()
         times.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    peak = torch.accelerator.max_memory_allocated() if accelerated else 0
     return {"step_ms": statistics.mean(times[args.warmup :]) * 1e3, "peak_gib": peak / 2**30}
 
 
@@ -103,8 +104,8 @@ def main() -> None:
         rows[-1]["tokens_per_s"] = args.batch_size * args.seq_len / rows[-1]["step_ms"] * 1e3
         rows[-1]["times_adamw"] = rows[0]["step_ms"] / rows[-1]["step_ms"]
         print(f"{name}: {rows[-1]['times_adamw']:.2f} times AdamW", flush=True)
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
+        if DEVICE != "cpu":
+            torch.accelerator.empty_cache()
     run = {"model": args.model, "batch_size": args.batch_size, "seq_len": args.seq_len}
     result = pd.DataFrame(rows).assign(**run, **machine())
     result.to_csv(args.out / "train_step.csv", index=False, float_format="%.5g")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from harness import DEVICE, machine
+from harness import machine, step_device
 from torch import nn
 
 from grass.memory.llama import LlamaShape, llama_config
@@ -24,6 +24,7 @@ from grass.memory.llama import LlamaShape, llama_config
 sys.path.append(str(Path(__file__).parents[2]))
 from training.run.models import build_llama
 
+DEVICE = step_device()
 TINY = LlamaShape(64, 172, 4, 4)
 """The model of a smoke run."""
 Step = Callable[[torch.Tensor], object]
@@ -66,7 +67,7 @@ def loop(model: Any, optimizer: Any, *, clipped: bool = True) -> Step:
 def compete(contestant: Contestant, shape: LlamaShape, args: argparse.Namespace, ids: torch.Tensor) -> dict[str, Any]:
     """Its row: numbers, or a note."""
     row: dict[str, Any] = {"clipped": contestant.clipped, "note": ""}
-    if contestant.needs and DEVICE == "cpu":
+    if contestant.needs and DEVICE != "cuda":
         return row | {"note": "needs CUDA"}
     if contestant.needs and importlib.util.find_spec(contestant.needs) is None:
         return row | {"note": "not installed"}
@@ -78,24 +79,24 @@ def compete(contestant: Contestant, shape: LlamaShape, args: argparse.Namespace,
         return row | {"note": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
     finally:
         gc.collect()
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
+        if DEVICE != "cpu":
+            torch.accelerator.empty_cache()
 
 
 def measure(contestant: Contestant, shape: LlamaShape, args: argparse.Namespace, ids: torch.Tensor) -> dict[str, Any]:
     """Median milliseconds and peak memory of steps that follow one another."""
-    cuda, times = DEVICE == "cuda", list[float]()
+    accelerated, times = DEVICE != "cpu", list[float]()
     step = contestant.build(model_for(contestant, shape, args))
     for number in range(args.warmup + args.repeats):
-        if cuda and number == args.warmup:
-            torch.cuda.reset_peak_memory_stats()
+        if accelerated and number == args.warmup:
+            torch.accelerator.reset_peak_memory_stats()
         start = time.perf_counter()
         step(ids)
-        if cuda:
-            torch.cuda.synchronize()  # of the device: what the host still does goes on
+        if accelerated:
+            torch.accelerator.synchronize()  # of the device: what the host still does goes on
         times.append(time.perf_counter() - start)
     milliseconds = statistics.median(times[args.warmup :]) * 1e3
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    peak = torch.accelerator.max_memory_allocated() if accelerated else 0
     return {"step_ms": milliseconds, "peak_gib": peak / 2**30, "tokens_per_s": ids.numel() / milliseconds * 1e3}
 
 

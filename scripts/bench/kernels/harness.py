@@ -60,6 +60,20 @@ class Case:
     target: float = 0.0
 
 
+def step_device() -> str:
+    """Where whole training steps run; with ``--smoke`` on the tests' stand-in, or on the CPU if that lacks tools."""
+    if not SMOKE:
+        return DEVICE
+    sys.path.append(str(Path(__file__).parents[3]))
+    from tests.accelerator import standin
+
+    if (reason := standin.why_not()) is not None:
+        print(f"On the CPU: {reason}")
+        return DEVICE
+    standin.install()
+    return "standin"
+
+
 def operands(cases: Iterable[tuple[int, int]] = SHAPES) -> Iterator[tuple[tuple[int, int], int]]:
     """Shapes and ranks."""
     for shape in cases:
