@@ -73,6 +73,7 @@ class DeviceBlock:
         def work() -> None:
             unit.wait()
             now = unit.version()
+            unit.wait()  # for a step that began meanwhile, which the version has counted
             changes, self.version, start = unit.changes(self.version, now), now, time.perf_counter()
             for change in changes:
                 counts.bytes += self._copy(change, mark)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 import grass
 from grass.machine.link import Link
 from grass.offload.executor import Executor
+from grass.offload.host_optimizer import HostOptimizer
 from grass.offload.tasks import Task
+from grass.streaming.device_block import Counts, DeviceBlock
 from grass.streaming.host_block import HostBlock
 from grass.streaming.prefetch import FORWARD, Prefetcher
 from tests.compact.networks import compact_layers
@@ -118,3 +121,36 @@ def test_closed_between_forward_and_backward(tiny_llama: Any) -> None:
     with pytest.raises(RuntimeError, match="closed between"):
         loss.backward()
     model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_a_step_that_begins_while_a_copy_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy waits for it: its version has counted the step, whose update runs later in another thread."""
+    model, optimizer = build("compact", streamed=True, offload="cpu", stream={"cache": 1 << 20})
+    train(model, optimizer, 1)
+    ids = torch.randint(32, (4, 8))
+    nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    (unit, *_), begun = model.handle.units, threading.Event()
+    update, version = HostOptimizer._update, HostBlock.version
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.2)
+        update(*arguments)
+
+    def stepped(self: HostBlock) -> Any:
+        if not begun.is_set():
+            begun.set()
+            optimizer.step()
+        return version(self)
+
+    monkeypatch.setattr(HostOptimizer, "_update", late)
+    monkeypatch.setattr(HostBlock, "version", stepped)
+    block = DeviceBlock(unit, model.handle._prefetcher._link)
+    block.begin(Counts())
+    assert block.task.work is not None
+    block.task.work()
+    optimizer.offload.finish()
+    assert begun.is_set()
+    assert block.version is not None
+    assert block.version.steps == unit.version().steps
+    for place, there in zip(unit.places, block.tensors, strict=True):
+        assert torch.equal(place.get(), there)
