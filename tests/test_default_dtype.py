@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import grass
 from grass import PAPER, GrassAdamW
-from tests.compact.networks import Network, batches, train
+from tests.compact_mode.networks import Network, batches, train
 from tests.experts.models import Experts
 from tests.experts.models import train as train_experts
 

@@ -9,7 +9,7 @@ import torch
 
 import grass
 from grass.diagnostics import SelectionHistory, energy, turnover
-from tests.compact.networks import Network, batches, compact_layers, converted, loss_of, through_file
+from tests.compact_mode.networks import Network, batches, compact_layers, converted, loss_of, through_file
 
 
 def mask(indices, size):

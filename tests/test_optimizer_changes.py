@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 import grass
 from grass import GrassAdamW
-from tests.compact.networks import Network, batches, train
+from tests.compact_mode.networks import Network, batches, train
 from tests.offload.models import optimizer_for
 from tests.reference import gradients_for, run
 

@@ -46,13 +46,13 @@ CELLS: dict[str, dict[str, tuple[str, str]]] = {
         "offload": ("yes", "streaming/test_parity::test_training"),
     },
     'int8 (`weights="int8"`)': {
-        "compact mode": ("yes", "compact/test_int8::test_trains_like_full_precision"),
+        "compact mode": ("yes", "compact_mode/test_int8::test_trains_like_full_precision"),
         "offload": ("yes", "offload/test_parity::test_equals_the_resident_optimizer"),
         "streaming": ("yes", "streaming/test_parity::test_training"),
     },
     "`torch.compile`": {
-        "dense mode": ("yes", "test_compile_step::test_whole_step"),
-        "compact mode": ("yes", "compact/test_compile::test_compiled_training"),
+        "dense mode": ("yes", "stepping/test_compile_step::test_whole_step"),
+        "compact mode": ("yes", "compact_mode/test_compile::test_compiled_training"),
         "offload": ("yes", "offload/test_forward_hooks_calls::test_the_model_inside_a_wrapper_or_a_part_of_it_waits"),
         "streaming": ("yes", "streaming/test_parity::test_compiled_units"),
     },
@@ -68,7 +68,7 @@ CELLS: dict[str, dict[str, tuple[str, str]]] = {
         "offload": ("ValueError", "offload/test_faults::test_step_in_backward_is_refused"),
     },
     "another optimizer (`grass.attach`)": {
-        "compact mode": ("yes", "compact/test_attach::test_trains"),
+        "compact mode": ("yes", "compact_mode/test_attach::test_trains"),
     },
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import grass
-from tests.compact.networks import compact_layers
+from tests.compact_mode.networks import compact_layers
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 """In float64 only the order of sums differs."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grass import GrassAdamW, compact
-from tests.compact.networks import Network, loss_of, train
+from tests.compact_mode.networks import Network, loss_of, train
 from tests.distributed.training import OPTIONS, assert_close, joint_batches, share, weights
 from tests.distributed.world import run_world
 

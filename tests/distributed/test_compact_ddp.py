@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import grass
-from tests.compact.networks import converted, selections, train
+from tests.compact_mode.networks import converted, selections, train
 from tests.distributed.training import assert_close, assert_trained_alike, joint_batches, train_jointly, weights
 from tests.distributed.world import run_world
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import grass
 from grass import GrassAdamW
-from tests.compact.networks import Network, compact_layers, loss_of
+from tests.compact_mode.networks import Network, compact_layers, loss_of
 from tests.distributed.parallel_2d.decoders import decoder, ids, plain_loss
 from tests.distributed.strata import EXACT, convert, whole_state
 from tests.distributed.training import assert_close, joint_batches

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grass import GrassAdamW
-from tests.compact.networks import Network, converted, loss_of, train
+from tests.compact_mode.networks import Network, converted, loss_of, train
 from tests.distributed.training import OPTIONS, assert_close, dense, joint_batches, share, weights
 from tests.distributed.world import run_world
 

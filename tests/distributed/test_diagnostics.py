@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from grass.diagnostics import SelectionHistory
-from tests.compact.networks import converted, train
+from tests.compact_mode.networks import converted, train
 from tests.distributed.training import joint_batches, train_jointly
 from tests.distributed.world import run_world
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import grass
 from grass import Selection, register_rule
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
-from tests.compact.networks import converted
+from tests.compact_mode.networks import converted
 from tests.distributed.training import dense, joint_batches, train_jointly
 from tests.distributed.world import HANG, attempt_world, run_world
 

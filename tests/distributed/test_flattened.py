@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from grass import GrassAdamW
-from tests.compact.networks import converted
+from tests.compact_mode.networks import converted
 from tests.distributed.training import dense
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from grass import GrassAdamW, compact
 from grass.distributed import shard_placement_fn
 from grass.memory import state_bytes
-from tests.compact.networks import Network, converted, loss_of, selections, train
+from tests.compact_mode.networks import Network, converted, loss_of, selections, train
 from tests.distributed.training import (
     OPTIONS,
     assert_close,

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from grass import GrassAdamW, Offload
 from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
-from tests.compact.networks import converted, selections
+from tests.compact_mode.networks import converted, selections
 from tests.distributed.training import OPTIONS, dense, joint_batches, train_jointly, weights
 from tests.distributed.world import run_world
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from grass import GrassAdamW, Offload, compact, param_groups
 from grass.distributed import shard_placement_fn
-from tests.compact.networks import Network, selections
+from tests.compact_mode.networks import Network, selections
 from tests.distributed.test_fsdp import sharded, weights_of
 from tests.distributed.training import assert_close, joint_batches, train_jointly
 from tests.distributed.world import attempt_world, run_world

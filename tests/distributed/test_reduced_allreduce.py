@@ -18,7 +18,7 @@ from grass.distributed import ReducedAllreduceState, reduced_allreduce_hook
 from grass.distributed.traffic import recorded_traffic
 from grass.selection.draws import selection_generator
 from grass.state.refresh import refresh_due
-from tests.compact.networks import Network, loss_of, train
+from tests.compact_mode.networks import Network, loss_of, train
 from tests.distributed.training import OPTIONS, assert_close, dense, joint_batches, share, train_jointly, weights
 from tests.distributed.world import run_world
 

@@ -25,7 +25,7 @@ from grass.distributed.traffic import recorded_traffic
 from grass.memory import state_bytes
 from grass.state import bank_exchange
 from grass.state.bank import Share
-from tests.compact.networks import converted, selections, train
+from tests.compact_mode.networks import converted, selections, train
 from tests.distributed.training import OPTIONS, assert_close, dense, joint_batches, train_jointly, weights
 from tests.distributed.world import run_world
 

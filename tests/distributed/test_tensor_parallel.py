@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import grass
 from grass import GrassAdamW
-from tests.compact.networks import Network, batches, loss_of, train
+from tests.compact_mode.networks import Network, batches, loss_of, train
 from tests.distributed.training import OPTIONS, assert_close, joint_batches, train_jointly, weights
 from tests.distributed.world import run_world
 

@@ -1,4 +1,4 @@
-"""What the distributed tests train: :class:`tests.compact.networks.Network`, jointly and in one process."""
+"""What the distributed tests train: :class:`tests.compact_mode.networks.Network`, jointly and in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from grass import PAPER, GrassAdamW, param_groups
-from tests.compact.networks import Network, batches, loss_of
+from tests.compact_mode.networks import Network, batches, loss_of
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 """In float64 a sum over ranks differs from one process's by its order alone; Adam's division magnifies that."""

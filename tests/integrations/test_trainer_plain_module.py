@@ -10,7 +10,7 @@ from torch import nn
 
 import grass
 from grass.integrations.transformers import GrassTrainer
-from tests.compact.networks import Network, batches, loss_of
+from tests.compact_mode.networks import Network, batches, loss_of
 from tests.integrations.runs import assert_same, checkpoint
 
 transformers = pytest.importorskip("transformers")

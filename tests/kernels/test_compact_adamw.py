@@ -9,7 +9,7 @@ from grass.kernels import compact_adamw_, make_key
 from grass.kernels.compact_adamw import _correction
 from grass.kernels.language import jit, tl
 from grass.selection.projector import Projector
-from tests.row_step import compact_adamw
+from tests.stepping.row_step import compact_adamw
 
 from .conftest import DEVICE, DTYPES, LAYOUTS, TOLERANCE, far_apart, laid_out
 
@@ -27,7 +27,7 @@ def problem(shape, r, dim, dtype, layout="rows", row_dtype=None, moment_dtype=to
 
 
 def in_float64(weight, indices, grad, exp_avg, exp_avg_sq, steps, dim, rows, step_size, shrink):
-    """The step by :func:`tests.row_step.compact_adamw`, on float64 copies; returns new rows and moments."""
+    """The step by :func:`tests.stepping.row_step.compact_adamw`, on float64 copies; returns new rows and moments."""
     weight, exp_avg, exp_avg_sq = weight.double(), exp_avg.double(), exp_avg_sq.double()
     if rows is not None:
         weight.index_copy_(dim, indices, rows.double())

@@ -18,7 +18,7 @@ from grass.offload.tasks import Task
 from grass.streaming.device_block import Counts, DeviceBlock
 from grass.streaming.host_block import HostBlock
 from grass.streaming.prefetch import FORWARD, Prefetcher
-from tests.compact.networks import compact_layers
+from tests.compact_mode.networks import compact_layers
 from tests.offload.models import optimizer_for
 from tests.offload.training import same
 from tests.streaming.models import Network, build, train

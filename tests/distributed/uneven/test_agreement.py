@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import grass
 from grass.distributed import agree, deal
-from tests.compact.networks import selections
+from tests.compact_mode.networks import selections
 from tests.distributed.uneven.training import BATCH, build, train
 from tests.distributed.world import run_world
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import grass
 from grass.distributed import ReducedAllreduceState, deal, reduced_allreduce_hook, shard_placement_fn
-from tests.compact.networks import selections
+from tests.compact_mode.networks import selections
 from tests.distributed.training import assert_close
 from tests.distributed.uneven.training import BATCH, TOLERANCE, build, llama, one_process, train
 from tests.distributed.world import run_world

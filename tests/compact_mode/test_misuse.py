@@ -1,0 +1,257 @@
+"""Mistakes that would train nothing, or something else than the model, say so before anything has changed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import grass
+from grass import GrassAdamW
+from grass.selection.rules import Selection, register_rule
+from tests.compact_mode.networks import (
+    Network,
+    assert_same_weights,
+    batches,
+    compact_layers,
+    converted,
+    loss_of,
+    selections,
+    train,
+)
+
+OPTIMIZERS = {
+    "GrassAdamW": lambda model: GrassAdamW(model.parameters(), rank=3),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters()),
+    "SGD, some": lambda model: torch.optim.SGD([model.mix.weight, model.up.bias], lr=0.1),
+    "AdamW, trainable": lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
+}
+
+
+def refused(model: nn.Module, optimizer: torch.optim.Optimizer, message: str) -> None:
+    """The step raises and leaves weights, active rows and the optimizer's state as they were."""
+    loss_of(model, batches(1)[0]).backward()
+    before = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert_same_weights(model, before)
+    assert not optimizer.state
+
+
+def test_no_conversion() -> None:
+    with pytest.raises(ValueError, match=r"Network has no active rows.*grass.compact.*grass.param_groups"):
+        GrassAdamW(Network())
+    model = Network()
+    grass.compact(model, rank=3, explore=0)
+    grass.expand(model)
+    with pytest.raises(ValueError, match="no active rows"):
+        GrassAdamW(model)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_conversion_after_the_optimizer_was_built(make) -> None:
+    model = Network()
+    optimizer = make(model)
+    grass.compact(model, rank=3, explore=0)
+    refused(model, optimizer, r"built before grass.compact\(\)")
+    grass.expand(model)
+    train(model, optimizer, batches(1))
+
+
+def test_part_of_the_model_converted_after_the_optimizer_was_built() -> None:
+    model = Network()
+    grass.compact(model, rank=3, explore=0, targets=["up"])
+    optimizer = GrassAdamW(model)
+    grass.compact(model, rank=3, explore=0)
+    refused(model, optimizer, "built before")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.AdamW(model.parameters()),
+        lambda model: torch.optim.SGD([model.up.active], lr=0.1),
+        lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True),
+    ],
+    ids=["AdamW", "SGD, some", "fused"],
+)
+def test_foreign_optimizer(make) -> None:
+    model = Network()
+    grass.compact(model, rank=3, explore=0)
+    optimizer = make(model)
+    refused(model, optimizer, r"never reach the model's weights.*grass.attach")
+    grass.attach(optimizer, model)
+    train(model, optimizer, batches(1))
+
+
+class Container(torch.optim.Optimizer):
+    """Wraps optimizers as torchtitan's ``OptimizersContainer`` does: their parameters, and a list of them."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([p for o in optimizers for group in o.param_groups for p in group["params"]], {})
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("kind", ["GrassAdamW", "attached", "nested"])
+def test_optimizers_that_wrap_ours(kind: str) -> None:
+    trained = []
+    for wraps in (False, True):
+        model = Network()
+        grass.compact(model, rank=3, seed=1)
+        if kind == "attached":
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            grass.attach(optimizer, model, update_interval=2)
+        else:
+            optimizer = GrassAdamW(model, update_interval=2)
+        if wraps:
+            optimizer = Container(Container(optimizer)) if kind == "nested" else Container(optimizer)
+        train(model, optimizer, batches(5))
+        trained.append(model)
+    assert_same_weights(*trained)
+
+
+def test_a_foreign_optimizer_beside_ours() -> None:
+    """That ours is alive does not help: nothing steps it."""
+    model = Network()
+    grass.compact(model, rank=3, explore=0)
+    ours = GrassAdamW(model)
+    refused(model, torch.optim.AdamW(model.parameters()), r"never reach the model's weights")
+    train(model, ours, batches(1))
+
+
+def test_behind_a_scheduler_and_a_scaler() -> None:
+    model = Network()
+    grass.compact(model, rank=3, explore=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    refused(model, optimizer, "grass.attach")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, batches(1)[0])).backward()
+    with pytest.raises(RuntimeError, match=r"grass.attach"):
+        scaler.step(optimizer)
+
+
+def test_others_are_left_in_peace() -> None:
+    """Optimizers of other models, or of this model's plain parameters."""
+    model, optimizer = converted()
+    bystander, biases = Network(), torch.optim.SGD([model.up.bias, model.norm.weight], lr=0.1)
+    train(bystander, torch.optim.AdamW(bystander.parameters()), batches(1))
+    train(model, biases, batches(1))
+    train(model, optimizer, batches(1))
+    expanded = copy.deepcopy(model)
+    grass.expand(expanded)
+    train(expanded, torch.optim.AdamW(expanded.parameters()), batches(1))
+    del model, optimizer, biases
+    gc.collect()
+    train(bystander, torch.optim.AdamW(bystander.parameters()), batches(1))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        lambda model: model,
+        lambda model: model.parameters(),
+        lambda model: model.named_parameters(),
+        lambda model: [p for p in model.parameters() if p.requires_grad],
+        lambda model: [{"params": list(m.parameters()), "lr": 1e-2} for m in model.children()],
+    ],
+    ids=["model", "parameters", "named", "trainable", "groups"],
+)
+def test_all_ways_to_name_the_parameters(parameters) -> None:
+    """All of them train the same model in the same way; the frozen weights may be among them."""
+    models = []
+    for make in (parameters, lambda model: model):
+        model = Network()
+        grass.compact(model, rank=3, explore=0)
+        optimizer = GrassAdamW(make(model), **{**grass.PAPER, "lr": 1e-2, "update_interval": 2, "refresh": "exact"})
+        train(model, optimizer, batches(5))
+        models.append(model)
+    assert_same_weights(*models)
+
+
+def test_replacement() -> None:
+    """Active rows are neither scaled nor repeated."""
+    model = Network()
+    grass.compact(model, rank=3, explore=0)
+    with pytest.raises(ValueError, match="replacement=False"):
+        GrassAdamW(model, selection="uniform", replacement=True)
+    optimizer = GrassAdamW([model.up.bias])
+    with pytest.raises(ValueError, match="replacement=False"):
+        optimizer.add_param_group({"params": [model.up.active], "selection": "uniform", "replacement": True})
+    assert len(optimizer.param_groups) == 1
+    GrassAdamW(
+        [{"params": [model.up.active]}, {"params": [model.up.bias], "replacement": True, "selection": "uniform"}]
+    )
+
+
+@pytest.mark.parametrize("rank", [2, 8, 0.9])
+def test_another_rank_than_the_layers_have(rank) -> None:
+    model = Network()
+    grass.compact(model, rank=3, explore=0, dim=0)
+    with pytest.raises(ValueError, match=rf"rank={rank}: must be None or 3"):
+        GrassAdamW(model, rank=rank)
+    with pytest.raises(ValueError, match=r"explore=1.0: must be None or 0.*grass.compact\(\)"):
+        GrassAdamW(model, explore=1.0)
+    train(model, GrassAdamW([model.up.active, model.down.active], rank=3), batches(1))
+
+
+register_rule("scaled", lambda norms, rank, generator, replacement: Selection(torch.arange(rank), torch.ones(rank)))
+
+
+def test_a_rule_that_scales_rows() -> None:
+    model, optimizer = converted(selection="scaled", update_interval=2)
+    with pytest.raises(ValueError, match="selection='scaled'"):
+        train(model, optimizer, batches(2))
+
+
+def test_state_of_another_number_of_explored_rows() -> None:
+    model, optimizer = converted(explore=2)
+    train(model, optimizer, batches(1))
+    other, other_optimizer = converted()
+    before = copy.deepcopy(other)
+    with pytest.raises(ValueError, match=r"explore=2 for a layer with explore=0"):
+        other_optimizer.load_state_dict(optimizer.state_dict())
+    assert_same_weights(other, before)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_arguments_of_another_kind(swapped: bool) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(TypeError, match="takes an optimizer and a model, got"):
+        grass.attach(*((model, optimizer) if swapped else (optimizer, optimizer)))
+    with pytest.raises(TypeError, match=r"model must be an nn.Module, got generator"):
+        grass.compact(model.parameters(), rank=3)
+
+
+def test_state_of_another_rank() -> None:
+    model, optimizer = converted()
+    train(model, optimizer, batches(2))
+    other, other_optimizer = converted(rank=2)
+    before = copy.deepcopy(other)
+    with pytest.raises(ValueError, match=r"rank=3, dim=1 for a layer with rank=2"):
+        other_optimizer.load_state_dict(optimizer.state_dict())
+    assert_same_weights(other, before)
+    assert not other_optimizer.state
+
+
+def test_a_layer_cannot_be_left_half_selected() -> None:
+    layer = nn.Linear(4, 4)
+    grass.compact(layer, rank=2, explore=0)
+    before = copy.deepcopy(layer)
+    with pytest.raises((RuntimeError, IndexError)):
+        layer.select(torch.tensor([1, 9]))
+    assert selections(layer) == selections(before)
+    assert torch.equal(layer.active, before.active)
+    assert compact_layers(layer)
