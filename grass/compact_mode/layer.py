@@ -191,7 +191,7 @@ class CompactLayer(ActiveRows):
                 f"The weight of the converted layer {self.label!r} is no longer its parameter: apply weight_norm and "
                 "other parametrizations before grass.compact(), which then leaves the layer at full rank"
             )
-        return stamps_of(active, weight)
+        return stamps_of(active, weight, sharded=self.synced.sharded)
 
     def holds_active(self) -> bool:
         """Whether the weight's rows are what the active rows are written back as."""

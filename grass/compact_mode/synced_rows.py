@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import torch
 from torch import Tensor, nn
 
-from grass.parallel.shards import is_sharded
+from grass.parallel.shards import is_sharded, local
 
 if TYPE_CHECKING:
     from grass.compact_mode.layer import CompactLayer
@@ -117,7 +117,7 @@ class SyncedRows:
     Attributes:
         late: steps leave the weight as it is; it is written when something calls :meth:`sync`.
         agreed: the stamps when weight and active rows were known to agree.
-        sharded: whether the weight is a ``DTensor``, whose changes nobody looks for.
+        sharded: whether the weight was a ``DTensor`` when both agreed; of its changes only tensor versions tell.
         empty: the active rows have no values yet: the layer has left the meta device.
     """
 
@@ -141,7 +141,8 @@ class SyncedRows:
         """Make weight and active rows agree after one of them was changed from outside.
 
         A changed ``active`` is copied into the weight. A changed weight is copied into ``active``; it also wins where
-        both were changed, as by averaging all parameters of a model. Compiled code and sharded layers skip this check.
+        both were changed, as by averaging all parameters of a model. Compiled code skips this check, and so does
+        a forward for which FSDP2 has gathered whole tensors: changes of sharded ones are found by the next step.
 
         Args:
             layer: whose weight and active rows.
@@ -149,14 +150,16 @@ class SyncedRows:
             probe: compare the first active row in the first few calls.
         """
         layer.arrive()
-        if torch.compiler.is_compiling() or (self.sharded and not self.empty):
+        if torch.compiler.is_compiling() or (self.sharded and not self.empty and not is_sharded(layer.weight)):
             return
         if self._pending:
             self._write_pending(layer)
         now = layer.stamps()
         if self.empty and now is None and is_sharded(layer.weight):
             layer.reload()
-        if now is None or (now == self.agreed and not compare and not (probe and self._changed_unseen(layer))):
+        if now is None or (
+            now == self.agreed and (self.sharded or not (compare or (probe and self._changed_unseen(layer))))
+        ):
             return
         if not layer.holds_active():
             if self._weight_changed(layer, now):
@@ -181,7 +184,8 @@ class SyncedRows:
 
     def mark(self, layer: CompactLayer) -> None:
         """Note that weight and active rows agree, or will when they are written back."""
-        self.sharded, self.agreed, self._pending = is_sharded(layer.weight), layer.stamps(), self.late
+        self.sharded = is_sharded(layer.weight)
+        self.agreed, self._pending = layer.stamps(), self.late
         self.empty = self.empty and layer.rows().is_meta
         self._remember(layer)
 
@@ -204,7 +208,8 @@ class SyncedRows:
 
     def _remember(self, layer: CompactLayer) -> None:
         """Keep the first active row while forwards look for changes through ``.data``."""
-        self._first = layer.first_row().clone() if self._probes and self.agreed is not None else None
+        looks = self._probes and self.agreed is not None and not self.sharded
+        self._first = layer.first_row().clone() if looks else None
 
     def _write_pending(self, layer: CompactLayer) -> None:
         """Write the active rows into the weight, unless it was changed since they were stepped.
@@ -231,11 +236,23 @@ class SyncedRows:
         return not layer.holds_first()
 
 
-def stamps_of(active: Tensor | None, weight: Tensor) -> Stamps | None:
-    """Stamps of two parameters; ``None`` for sharded and fake tensors, which own no memory here."""
-    if type(active) is not nn.Parameter or type(weight) is not nn.Parameter or active.is_meta:
+def stamps_of(active: Tensor | None, weight: Tensor, *, sharded: bool) -> Stamps | None:
+    """Stamps of two parameters, of this rank's part if they are ``sharded``.
+
+    ``None`` for fake tensors, which own no memory here, and where a ``DTensor`` has taken the place of a plain tensor
+    or a plain one that of a ``DTensor``, which is no change of values.
+    """
+    first, second = _stamp(active, sharded), _stamp(weight, sharded)
+    return None if first is None or second is None else (first, second)
+
+
+def _stamp(parameter: Tensor | None, sharded: bool) -> Stamp | None:
+    if parameter is None or is_sharded(parameter) != sharded:
         return None
-    return (id(active), active._version, active.data_ptr()), (id(weight), weight._version, weight.data_ptr())
+    own = local(parameter.detach()) if sharded else parameter
+    if own.is_meta or type(own) is not (Tensor if sharded else nn.Parameter):
+        return None
+    return id(parameter), parameter._version, own.data_ptr()
 
 
 def copy_parameters_last(module: nn.Module) -> None:

@@ -96,6 +96,59 @@ def test_joint_training_equals_one_process(size: int) -> None:
         assert_trained_alike(trained, expected)
 
 
+DRAWN: dict[str, Any] = {"selection": "uniform", "state_policy": "keep", "explore": 2}
+
+
+@torch.no_grad()
+def change_by_hand(model: Network, name: str) -> dict[str, Tensor]:
+    """Change a parameter of each converted layer in place; the state dict afterwards."""
+    for layer in (model.up, model.mix):
+        getattr(layer, name).mul_(1.25)
+    return {key: value.clone() for key, value in weights_of(model.state_dict()).items()}
+
+
+def changed_by_hand(rank: int, name: str, dim: int) -> list[dict[str, Tensor]]:
+    model, optimizer = sharded(dim=dim, **DRAWN)
+    train_jointly(model, optimizer, joint_batches(3))
+    saved = change_by_hand(model, name)
+    train_jointly(model, optimizer, joint_batches()[3:])
+    return [saved, weights_of(model.state_dict())]
+
+
+@pytest.mark.parametrize("name", ["weight", "active"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_values_changed_by_hand_reach_each_other(name: str, dim: int) -> None:
+    """Weight and active rows agree in what is saved next, and in the next step."""
+    model, optimizer = converted(torch.float64, dim=dim, **DRAWN)
+    train(model, optimizer, joint_batches(3))
+    saved = change_by_hand(model, name)
+    train(model, optimizer, joint_batches()[3:])
+    for ours in run_world(changed_by_hand, 2, name, dim):
+        for found, expected in zip(ours, [saved, weights(model)], strict=True):
+            assert_close(found, expected)
+
+
+def changed_before_a_step(rank: int, name: str) -> list[Any]:
+    """Whether the step finds a change that nothing was asked to save in between."""
+    model, optimizer = sharded(**DRAWN)
+    train_jointly(model, optimizer, joint_batches(3))
+    with torch.no_grad():
+        getattr(model.up, name).mul_(1.25)
+    written = (
+        model.up.rows().clone() if name == "active" else model.up.take(model.up.stored(), model.up.active_projector())
+    )
+    found: list[bool] = []
+    follow = model.up.follow
+    model.up.follow = lambda **how: (follow(**how), found.append(torch.equal(model.up.rows(), written)))  # type: ignore[method-assign]
+    train_jointly(model, optimizer, joint_batches()[3:4])
+    return [found, bool(model.up.holds_active())]
+
+
+@pytest.mark.parametrize("name", ["weight", "active"])
+def test_a_step_finds_values_changed_by_hand(name: str) -> None:
+    assert run_world(changed_before_a_step, 2, name) == [[[True], True]] * 2
+
+
 def stale_graphs(rank: int, offload: str | None) -> list[str]:
     """What backward of a graph says whose weights were stepped since; dense mode, compact mode and full rank."""
     said = []
