@@ -68,7 +68,7 @@ def main() -> None:
                 seconds[name].append([timed_step(contestant) for _ in range(args.block)])
     table = pd.DataFrame.from_dict({name: summary(blocks) for name, blocks in seconds.items()}, orient="index")
     table.insert(0, "model", args.model)
-    write(table.rename_axis("method").reset_index(), args.out, rounds=args.rounds, block=args.block)
+    write(table.rename_axis("method").reset_index(), args.out, rank=args.rank, rounds=args.rounds, block=args.block)
     print(table.to_string())
 
 
