@@ -123,15 +123,17 @@ def search(
         ValueError: there are no best rates near ``lr``.
     """
     points: list[Point] = []
+    losses: dict[Point, float] = {}
     table: Table = []
-    while new := next_points({point: _loss(row) for point, row in zip(points, table, strict=True)}):
+    while new := next_points(losses):
         points += new
         grid = [_rates(point, lr, trial.auto_scale()) for point in points]
         table = run(trial, grid, out=out, steps=trial.steps, devices=devices, stop=stop, retry=True)
         for row in table:
             if row["end"] in ("error", "out of memory"):
                 raise RuntimeError(f"lr={row['lr']:g}, scale={row['scale']:g}: {row['message']} (logs are in {out})")
-        best = table[points.index(best_point({p: _loss(row) for p, row in zip(points, table, strict=True)}))]
+        losses = {point: _loss(row) for point, row in zip(points, table, strict=True)}
+        best = table[points.index(best_point(losses))]
         rates = f"lr={best['lr']:.4g}, scale={best['scale']:.4g}"
         print(f"{len(table)} runs, best so far: loss {best['loss']:.4f} at {rates}", file=sys.stderr, flush=True)
     return table, best
