@@ -116,14 +116,21 @@ class Rank:
             return None
         setting = replace(self.setting, batch_size=size, offload=True, stream=True)
         unit = visiting(METHODS[METHOD](self.model, setting), self.model, setting).nbytes
-        every = [replace(setting, cache=count * unit) for count in range(max(1, self.model.layers - AHEAD))]
-        fitting = [one for one in every if plan(METHOD, self.model, one).fits(self.memory, self.host)]
-        if not fitting:
+
+        def with_cache(count: int) -> Setting:
+            return replace(setting, cache=(count - 1) * unit)
+
+        def fits(count: int) -> bool:
+            return plan(METHOD, self.model, with_cache(count)).fits(self.memory, self.host)
+
+        count = last(fits, max(1, self.model.layers - AHEAD), 1)
+        if count is None:
             return None
-        held = METHODS[METHOD](self.model, fitting[-1])
-        units = visiting(held, self.model, fitting[-1])
-        seconds = step_seconds(METHOD, held, self.model, fitting[-1], self.rates)
-        return Way(fitting[-1], plan(METHOD, self.model, fitting[-1]), seconds, (units.on_device, units.number))
+        largest = with_cache(count)
+        held = METHODS[METHOD](self.model, largest)
+        units = visiting(held, self.model, largest)
+        seconds = step_seconds(METHOD, held, self.model, largest, self.rates)
+        return Way(largest, plan(METHOD, self.model, largest), seconds, (units.on_device, units.number))
 
     def profile(self, most: int) -> Profile:
         """Seconds of micro-batches of up to ``most`` samples, each in its fastest way."""
