@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
 
 from grass.distributed.uneven import drift, measuring  # noqa: E402
-from grass.distributed.uneven.drift import Stopwatch  # noqa: E402
 from grass.integrations.transformers import GrassTrainer, uneven  # noqa: E402
 from grass.machine.profile import Profile  # noqa: E402
 from tests.distributed.training import assert_close  # noqa: E402
 from tests.distributed.uneven.training import llama, samples  # noqa: E402
-from tests.distributed.world import run_world  # noqa: E402
+from tests.distributed.world import attempt_world, run_world  # noqa: E402
 from tests.integrations.runs import arguments, logged  # noqa: E402
 
 GRASS = {"rank": 0.25, "update_interval": 2, "selection": "multinomial_norm"}
@@ -81,21 +82,25 @@ class Clock:
         return self.now
 
 
-def changing(rank: int, out: Path) -> tuple[dict[str, torch.Tensor], list[Any], list[int], list[str]]:
-    """Rank 1 becomes three times as slow after four micro-batches of training; a look after every second step."""
+Changed = tuple[dict[str, torch.Tensor], list[Any], list[int], list[str]]
+
+
+def changing(
+    rank: int, out: Path, slower: tuple[float, float] = (1.0, 3.0), made: GrassTrainer | None = None
+) -> Changed:
+    """Rank 1 is so much slower than rank 0 until four micro-batches, and after them; a look after every second step."""
     environment(rank)
     drift.time = measuring.time = clock = Clock()
-    drift.STEPS = 2
-    Stopwatch.__init__.__globals__["STEPS"] = 2
+    drift.STEPS = 3  # more than half of them follow the batch that was loaded ahead with the old sizes
     taken: list[int] = []
 
     def passes(model: Any, inputs: Any, result: Any) -> None:
-        size, slower = len(result.logits), 3.0 if rank and len(taken) > 3 else 1.0
-        clock.now += size * slower
+        size, factor = len(result.logits), slower[len(taken) > 3] if rank else 1.0
+        clock.now += size * factor
         if torch.is_grad_enabled() and made.state.global_step < made.state.max_steps:
             taken.append(size)
 
-    made = trainer(out, "auto", save_strategy="no", dataloader_num_workers=0)
+    made = made or trainer(out, "auto", save_strategy="no", dataloader_num_workers=0)
     measured = made._uneven._measured
     made._uneven._measured = lambda even: (measured(even), taken.clear())[0]
     made.model.register_forward_hook(passes)
@@ -104,7 +109,8 @@ def changing(rank: int, out: Path) -> tuple[dict[str, torch.Tensor], list[Any], 
     logging.getLogger("grass").setLevel(logging.INFO)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     made.train()
-    return dict(made.model.state_dict()), logged(made, "loss"), taken, [line for line in lines if "changed" in line]
+    weights = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in made.model.state_dict().items()}
+    return weights, logged(made, "loss"), taken, [line for line in lines if "changed" in line]
 
 
 @pytest.mark.slow
@@ -119,6 +125,48 @@ def test_other_sizes_when_times_change(tmp_path: Path) -> None:
     assert first[2][0] == second[2][0]
     assert first[2][-1] > second[2][-1]
     assert {a + b for a, b in zip(first[2], second[2], strict=True)} == {first[2][0] * 2}
+
+
+def sharded(out: Path, rank: int, sizes: Any, version: int = 2, **options: Any) -> GrassTrainer:
+    """By FSDP2. On a CPU Trainer does not offer it: accelerate's plugin is set by hand."""
+    environment(rank)
+    made = trainer(out, sizes, save_strategy="no", gradient_accumulation_steps=1, **options)
+    accelerate.PartialState().distributed_type = accelerate.DistributedType.FSDP
+    accelerate.state.AcceleratorState().fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=version, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+    )
+    made.is_fsdp_enabled = True
+    return made
+
+
+def changing_sharded(rank: int, out: Path) -> tuple[Changed, bool]:
+    """Rank 1 is as fast as rank 0 in the end; rank 0, which waits for it in FSDP2, takes no notice of that."""
+
+    def waits(group: Any, *arguments: Any, run: Any = FSDPParamGroup.wait_for_unshard) -> Any:
+        drift.time.now += 50.0 * (rank == 0)
+        return run(group, *arguments)
+
+    FSDPParamGroup.wait_for_unshard = waits
+    made = sharded(out, rank, "auto", per_device_train_batch_size=4)
+    for name in ("first", "second"):  # their shards on rank 1 are empty
+        made.model.lm_head.register_parameter(name, torch.nn.Parameter(torch.ones(1).double()))
+    changed = changing(rank, out, (3.0, 1.0), made)
+    trained = [id(p) for group in made.optimizer.param_groups for p in group["params"]]
+    return changed, sorted(trained) == sorted(id(p) for p in made.model.parameters() if p.requires_grad)
+
+
+@pytest.mark.slow
+def test_other_sizes_when_times_change_under_fsdp2(tmp_path: Path) -> None:
+    [(expected, losses, _)] = run_world(run, 1, tmp_path / "one", [4])
+    (first, first_trains_all), (second, second_trains_all) = run_world(changing_sharded, 2, tmp_path / "two")
+    assert first_trains_all
+    assert second_trains_all
+    for weights, found, _, lines in (first, second):
+        assert_close({name: weights[name] for name in expected}, expected, **CLOSE)
+        torch.testing.assert_close(found, losses, **CLOSE)
+        assert "2 micro-batches of 2, 2" in lines[0]
+    assert (first[2][0], first[2][-1]) == (3, 2)
+    assert (second[2][0], second[2][-1]) == (1, 2)
 
 
 def test_auto_measures_and_divides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +231,15 @@ def test_models_whose_loss_is_a_mean(tmp_path: Path) -> None:
         trainer(tmp_path, [4], Plain())
     with pytest.raises(ValueError, match="The loss of Ignoring ignores num_items_in_batch"):
         trainer(tmp_path, [4], Ignoring()).train()
+
+
+def under_fsdp1(rank: int, out: Path) -> None:
+    sharded(out, rank, "auto", version=1).train()
+
+
+def test_auto_under_fsdp1_is_refused(tmp_path: Path) -> None:
+    for outcome in attempt_world(under_fsdp1, 2, tmp_path):
+        assert "deal='auto' cannot tell what a process computes from what it waits for others" in outcome.error
 
 
 def test_sizes_for_other_numbers_of_processes(tmp_path: Path) -> None:

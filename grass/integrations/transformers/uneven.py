@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -31,7 +32,8 @@ class UnevenTraining(TrainerCallback):
         trainer: with a model whose loss takes ``num_items_in_batch``.
         sizes: samples of each process in a micro-batch, of which a step has ``gradient_accumulation_steps``; or
             ``"auto"``, which measures all processes and divides the batch that Trainer would take, also into another
-            number of micro-batches. Other sizes of these follow after a refresh, when times have changed.
+            number of micro-batches. Other sizes of these follow after a refresh, when times have changed. Under FSDP2
+            no size is larger than ``per_device_train_batch_size``, which has to fit into memory.
 
     Raises:
         TypeError: ``sizes`` are neither.
@@ -50,6 +52,8 @@ class UnevenTraining(TrainerCallback):
         trainer, args = self.trainer, self.trainer.args
         if isinstance(even.dataset, IterableDataset):
             raise ValueError("deal= takes data with a length: an IterableDataset has no samples to deal by their place")
+        if trainer.accelerator.is_fsdp2:
+            shard(trainer)
         check_loss(trainer, even)
         if self.deal is None:
             self.deal = self._measured(even) if self.sizes == "auto" else self._given()
@@ -93,8 +97,12 @@ class UnevenTraining(TrainerCallback):
 
     def _measured(self, even: DataLoader[Any]) -> Deal:
         trainer, args = self.trainer, self.trainer.args
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            raise ValueError("deal='auto' measures before FSDP has wrapped the model: give sizes, such as deal=[11, 5]")
+        is_sharded = trainer.accelerator.is_fsdp2
+        if not is_sharded and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            raise ValueError(
+                "deal='auto' cannot tell what a process computes from what it waits for others under DeepSpeed and "
+                "FSDP1: use DDP or FSDP2, or give sizes, such as deal=[11, 5]"
+            )
         optimizer = trainer.create_optimizer()
         if args.gradient_checkpointing:
             trainer.model.gradient_checkpointing_enable(
@@ -109,7 +117,28 @@ class UnevenTraining(TrainerCallback):
 
         batch = trainer.get_total_train_batch_size(args)
         intervals = [group["update_interval"] for group in optimizer.param_groups]
-        return deal(work, batch, device=args.device, replan_every=min(intervals))
+        sharded = {"model": trainer.model, "largest": args.per_device_train_batch_size} if is_sharded else {}
+        return deal(work, batch, device=args.device, replan_every=min(intervals), **sharded)
+
+
+def shard(trainer: Any) -> None:
+    """Let accelerate shard the model by FSDP2 now, because Trainer does so after it has asked for a loader.
+
+    When Trainer does, it gets the same model and optimizer. If accelerate prepared them again, it would checkpoint
+    activations twice, and take parameters whose shards are empty for each other.
+    """
+    if isinstance(trainer.model, FSDPModule):
+        return
+    prepare = trainer.accelerator.prepare
+    prepared = prepare(trainer.model, trainer.create_optimizer())
+    trainer.model, trainer.optimizer = prepared
+    trainer.model_wrapped = trainer.model
+
+    def once(*objects: Any, **options: Any) -> Any:
+        is_prepared = len(objects) == 2 and all(one is other for one, other in zip(objects, prepared, strict=True))
+        return prepared if is_prepared else prepare(*objects, **options)
+
+    trainer.accelerator.prepare = once
 
 
 def check_arguments(trainer: Any, sizes: Sizes) -> None:
