@@ -50,12 +50,7 @@ class HostGradients:
 
     def send(self, parameter: Tensor, grad: Tensor) -> None:
         """Queue the copy of a gradient. Called in backward."""
-        backward = running_backward()
-        if backward != self._backward:
-            self._backward = backward
-            last = partial(self.finish)
-            weakref.finalize(last, self._settle).atexit = False  # autograd drops it also where backward fails
-            at_end_of_backward(last)
+        self._settle_after(running_backward())
         grad = _laid_out(grad.detach(), parameter)
         mark = self._link.mark()
 
@@ -70,6 +65,18 @@ class HostGradients:
         task = Task("gradient", "down", grad.nbytes, work=work)
         self._going.append(task)
         self._executor.submit([task])
+
+    def _settle_after(self, backward: int) -> None:
+        """Wait for all gradients when a backward has ended, and also where it fails: none comes after ``zero_grad()``.
+
+        Autograd drops a callback of a backward that fails, if nothing else holds it: the frames of an error's traceback
+        must not.
+        """
+        if backward != self._backward:
+            self._backward = backward
+            last = partial(self.finish)
+            weakref.finalize(last, self._settle).atexit = False
+            at_end_of_backward(last)
 
     def finish(self) -> None:
         """Wait until all gradients are on the host."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dis
 import functools
+import gc
 import sys
 import tempfile
 import threading
@@ -209,6 +210,7 @@ def at_line(number: int, work: Callable[[], object]) -> tuple[list[str], BaseExc
         return trace
 
     outer, error = sys.gettrace(), None
+    gc.disable()  # finalizers of earlier loops would run traced lines, and hide an interrupt
     sys.settrace(trace)
     try:
         work()
@@ -216,6 +218,7 @@ def at_line(number: int, work: Callable[[], object]) -> tuple[list[str], BaseExc
         error = raised
     finally:
         sys.settrace(outer)
+        gc.enable()
     return lines, error
 
 

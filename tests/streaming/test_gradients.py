@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -180,3 +181,48 @@ def test_backward_that_keeps_its_graph() -> None:
         norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum()
         results.append(torch.autograd.grad(norm, some(model)))
     assert same(*results)
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+
+class FailingLinear(nn.Linear):
+    """Fails in backward, if told so: where its forward is computed again, or in its own backward."""
+
+    fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails == "forward" and torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+            raise torch.OutOfMemoryError("out of memory")
+        y = super().forward(x)
+        return Failing.apply(y) if self.fails == "backward" else y  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_no_gradient_comes_after_a_backward_that_failed(where: str) -> None:
+    """A loop that catches the error and drops the gradients goes on with those of the next batch alone."""
+    torch.manual_seed(0)
+    model = chains.Chain([FailingLinear(WIDTH, WIDTH) for _ in range(4)])
+    plain = copy.deepcopy(model)
+    handle = grass.stream(model, "cpu", offload=grass.Offload(_bytes_per_second=1e4))  # 29 ms for a unit's gradients
+    x = torch.randn(3, WIDTH)
+    model.units[1].fails = where  # type: ignore[assignment]
+    try:
+        model(x).sum().backward()
+    except torch.OutOfMemoryError:
+        model.zero_grad()
+        handle._prefetcher._executor.drain()
+    model.units[1].fails = ""  # type: ignore[assignment]
+    assert all(p.grad is None for p in model.parameters())
+    for network in (model, plain):
+        network(x).sum().backward()
+    assert_same_gradients(plain, model)
