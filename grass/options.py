@@ -8,7 +8,7 @@ and :func:`grass.attach` to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -166,14 +166,19 @@ class Options:
 
     def dim_of(self, tensor: Tensor) -> int:
         """The dimension in which rows of a tensor of this group are selected, as a matrix or as those of experts."""
-        return resolve_dim(self.dim, tensor[0] if self.is_batch(tensor) else as_matrix(tensor))
+        return resolve_dim(self.dim, tensor.shape[1:] if self.is_batch(tensor) else as_matrix(tensor).shape)
 
-    def matrix_of(self, tensor: Tensor) -> Tensor:
-        """The tensor as one matrix; of experts one without values, which has the shape of all beside each other."""
+    def matrix_of(self, tensor: Tensor, dim: int | None = None) -> Tensor:
+        """The tensor as one matrix; of experts one without values, which has the shape of all beside each other.
+
+        Args:
+            tensor: a parameter or its gradient.
+            dim: the dimension in which rows are selected, where the tensor is a part that does not tell.
+        """
         if not self.is_batch(tensor):
             return as_matrix(tensor)
         shape = list(tensor.shape[1:])
-        shape[self.dim_of(tensor)] *= tensor.shape[0]
+        shape[self.dim_of(tensor) if dim is None else dim] *= tensor.shape[0]
         return tensor.new_empty(()).expand(shape)
 
     def selected(self, size: int) -> int:
@@ -262,10 +267,10 @@ def check_value(name: str, value: Any) -> None:
         raise ValueError(message)
 
 
-def resolve_dim(dim: int | str, weight: Tensor) -> int:
-    """0 or 1 for a matrix ``(m, n)``; ``"auto"`` is the smaller dimension, 0 if both are equal."""
+def resolve_dim(dim: int | str, shape: Sequence[int]) -> int:
+    """0 or 1 for a matrix of a shape ``(m, n)``; ``"auto"`` is the smaller dimension, 0 if both are equal."""
     if dim == "auto":
-        return int(weight.shape[0] > weight.shape[1])
+        return int(shape[0] > shape[1])
     return int(dim)
 
 

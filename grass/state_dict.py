@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from grass.compact_mode.layer import Layers
 from grass.compact_mode.refresh_cycle import check_rows, resume
-from grass.options import ROW_KEYS, Options, is_projected, validate
+from grass.options import ROW_KEYS, Options, is_batch, is_projected, validate
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded, local
 from grass.state.bank import Share
@@ -39,7 +39,8 @@ def completed(state_dict: dict[str, Any], optimizer: Optimizer, layers: Layers, 
             state_dict["state"][position] = layer.saved_state(state)
             continue
         if "indices" in state and is_sharded(p):
-            state = state_dict["state"][position] = assembled(state, p, _matrix_shape(p, group, layers))
+            batch = layer is None and is_batch(p, group)
+            state = state_dict["state"][position] = assembled(state, p, _matrix_shape(p, group, layers), batch=batch)
         elif "bank_steps" in state and ranks.group is not None and shares_bank(group):
             state = state_dict["state"][position] = assembled_bank(state, _matrix_shape(p, group, layers), ranks.group)
         if "active" in state:

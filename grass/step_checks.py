@@ -13,7 +13,6 @@ from grass.options import (
     ROW_KEYS,
     check_value,
     declared_settings,
-    is_batch,
     is_projected,
     shared_settings,
     validate,
@@ -143,8 +142,6 @@ def check_gradient(p: Tensor, group: dict[str, Any]) -> None:
     """
     if group["moment_dtype"] == "8bit" and is_sharded(p):
         raise ValueError("moment_dtype='8bit' cannot be sharded: its blocks of 256 values run over rows")
-    if is_batch(p, group) and is_sharded(p):
-        raise ValueError("Experts cannot be sharded: train them with DDP, or give each rank its own experts")
     if p.grad is not None and p.grad.layout != torch.strided:
         raise TypeError(
             f"GrassAdamW takes dense gradients, got {p.grad.layout} for a weight of {tuple(p.shape)}; "

@@ -95,11 +95,11 @@ def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
             f"GrassAdamW selects rows of plain tensors, got a {type(tensor).__name__} of shape {tuple(tensor.shape)}; "
             "put it into a group with rank=None"
         )
-    if is_batch(tensor, group):
+    if batch := is_batch(tensor, group):
         _check_experts(group)
-    matrix = torch.empty(tensor.shape[1:] if is_batch(tensor, group) else tensor.shape, device="meta").flatten(1)
-    dim = resolve_dim(group["dim"], matrix)
-    check_shards(tensor, dim, "A weight")
+    matrix = torch.empty(tensor.shape[1:] if batch else tensor.shape, device="meta").flatten(1)
+    dim = resolve_dim(group["dim"], matrix.shape)
+    check_shards(tensor, dim + batch, "A weight", batch=batch)
     size = matrix.shape[dim]
     rank = resolve_rank(group["rank"], size)
     if rank > size:

@@ -75,6 +75,10 @@ class ExpertRows(CompactLayer):
         size, width = self.weight.shape[1:] if self.by_rows else self.weight.shape[:0:-1]
         return (self.experts * size, width) if self.dim == 0 else (width, self.experts * size)
 
+    def weight_axis(self, dim: int) -> int:
+        """The dimension of ``weight`` that is dimension ``dim`` of an expert's matrix."""
+        return 1 + (dim ^ self.transposed)
+
     def as_matrix(self, weight: Tensor) -> Tensor:
         """The experts beside each other; a view if the weight is stored :attr:`by_rows`, otherwise a copy."""
         rows = (weight if self.by_rows else weight.transpose(1, 2)).flatten(0, 1)

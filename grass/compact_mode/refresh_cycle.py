@@ -21,7 +21,7 @@ from grass.compact_mode.layer import CompactLayer
 from grass.cpu.draw import Draws
 from grass.options import Options
 from grass.parallel.ranks import Ranks
-from grass.parallel.shards import check_shards, is_sharded
+from grass.parallel.shards import check_shards, is_sharded, local
 from grass.selection.draws import sketch_generator
 from grass.selection.exploration import draw_explored, draw_key
 from grass.selection.rules import needs_norms
@@ -51,8 +51,8 @@ class Trained(NamedTuple):
         """bool ``(experts,)``: which experts had tokens, by the gradient of their selected rows."""
         if self.grad is None or self.layer.experts == 1:
             return torch.ones(self.layer.experts, dtype=torch.bool, device=self.layer.active.device)
-        rows = self.layer.selected_part(self.grad)
-        return have_tokens(of_each(rows, self.layer.dim, self.layer.experts))
+        rows = self.layer.selected_part(local(self.grad))
+        return have_tokens(of_each(rows, self.layer.dim, self.layer.experts), self.grad)
 
 
 def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
@@ -69,10 +69,8 @@ def check_sharding(layer: CompactLayer) -> None:
     """Raise ``ValueError`` if a layer is sharded in a way that it cannot be."""
     if layer.weights and is_sharded(layer.active):
         raise ValueError(f"weights={layer.weights!r} cannot be sharded: their scales belong to whole rows")
-    if layer.experts > 1 and is_sharded(layer.active):
-        raise ValueError("Experts cannot be sharded: train them with DDP, or give each rank its own experts")
     if layer.strata == 1:
-        check_shards(layer.weight, layer.weight_axis(layer.dim), "weight")
+        check_shards(layer.weight, layer.weight_axis(layer.dim), "weight", batch=layer.experts > 1)
     check_shards(layer.of_stratum(layer.active), layer.dim, "active")
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from grass.compact_mode.layer import CompactLayer
+from grass.targets import expert_weights
 
 
 def shard_placement_fn(model: nn.Module) -> Callable[[nn.Parameter], Shard | None]:
@@ -15,7 +16,8 @@ def shard_placement_fn(model: nn.Module) -> Callable[[nn.Parameter], Shard | Non
 
     Weights and active rows are sharded along the dimension that is not selected: ``Shard(0)`` for columns (``dim=1``),
     ``Shard(1)`` for rows (``dim=0``), whose width must then divide by the number of ranks. All other parameters are
-    left to ``fully_shard``. Call it before the optimizer is built::
+    left to ``fully_shard``, but for weights of experts ``(E, m, n)`` in dense mode: they are divided for its default,
+    ``dim=1``. Every rank has a part of all experts. Call it before the optimizer is built::
 
         grass.compact(model, rank=128)
         placement = grass.distributed.shard_placement_fn(model)
@@ -25,6 +27,7 @@ def shard_placement_fn(model: nn.Module) -> Callable[[nn.Parameter], Shard | Non
         optimizer = grass.GrassAdamW(model, lr=1e-3)
     """
     layers = [module for module in model.modules() if isinstance(module, CompactLayer)]
+    experts = [module._parameters.get(name) for module in model.modules() for name in expert_weights(module)]
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         for layer in layers:
@@ -32,6 +35,6 @@ def shard_placement_fn(model: nn.Module) -> Callable[[nn.Parameter], Shard | Non
                 return Shard(1 - layer.dim)
             if parameter is layer.weight:
                 return Shard(layer.weight_axis(1 - layer.dim))
-        return None
+        return Shard(1) if any(parameter is weight for weight in experts) else None
 
     return placement

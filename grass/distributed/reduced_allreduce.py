@@ -95,7 +95,7 @@ class ReducedAllreduceState:
         for item in every:
             self._continue(item)
             if item.rows is None and item.decides and not needs_norms(item.group["selection"]):
-                item.decide(torch.ones(item.matrix.shape[resolve_dim(item.group["dim"], item.matrix)]))
+                item.decide(torch.ones(item.matrix.shape[resolve_dim(item.group["dim"], item.matrix.shape)]))
         if self.refresh == "sketch":
             self._decide([item for item in every if item.rows is None and item.decides and item.sketch_pays])
         for item in every:
@@ -165,7 +165,7 @@ def moves_whole_weights(optimizer: GrassAdamW) -> bool:
         for p in group["params"]:
             if is_projected(p, group) and id(p) not in layers:
                 matrix = torch.empty(p.shape, device="meta").flatten(1)
-                size = matrix.shape[resolve_dim(group["dim"], matrix)]
+                size = matrix.shape[resolve_dim(group["dim"], matrix.shape)]
                 rank = resolve_rank(group["rank"], size)
                 if 0 < size - rank == explored_count(group, rank, size):
                     return True
@@ -266,12 +266,12 @@ class Traveller:
     @property
     def sketch_pays(self) -> bool:
         """Whether a sketch is smaller than the gradient."""
-        dim = resolve_dim(self.group["dim"], self.matrix)
+        dim = resolve_dim(self.group["dim"], self.matrix.shape)
         return bool(self.group["sketch_size"] < self.matrix.shape[1 - dim])
 
     def sketch(self) -> Tensor:
         """``G S (m, s)``, for columns ``G^T S (n, s)``, float32 or finer; every rank has the same ``S``."""
-        dim = resolve_dim(self.group["dim"], self.matrix)
+        dim = resolve_dim(self.group["dim"], self.matrix.shape)
         matrix = self.matrix.to(moment_dtype(self.matrix))
         matrix = matrix if dim == 0 else matrix.t()
         generator = sketch_generator(self.group["seed"], matrix.shape[1], self.state.get("refreshes", 0))
@@ -279,7 +279,7 @@ class Traveller:
 
     def decide(self, norms: Tensor) -> None:
         """Have the rows travel that the optimizer will choose from ``norms``."""
-        dim = resolve_dim(self.group["dim"], self.matrix)
+        dim = resolve_dim(self.group["dim"], self.matrix.shape)
         rank = resolve_rank(self.group["rank"], self.matrix.shape[dim])
         selection = choose(self.state, norms, rank, self.group, self.index)
         device = self.grad.device

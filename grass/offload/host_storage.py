@@ -181,7 +181,7 @@ def bytes_on_host(p: Tensor, layer: CompactLayer | None, options: Options, offlo
     values = p.numel()
     if layer is None and options.projects(p):
         matrix = as_matrix(p)
-        size = matrix.shape[resolve_dim(options.dim, matrix)]
+        size = matrix.shape[resolve_dim(options.dim, matrix.shape)]
         values = p.numel() // max(size, 1) * options.selected(size)
     bank = 0
     if options.state_policy == "bank" and (layer is not None or options.projects(p)):

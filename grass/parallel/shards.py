@@ -54,18 +54,19 @@ def aligned_grad(parameter: Tensor) -> Tensor:
     return aligned
 
 
-def check_shards(tensor: Tensor, selected: int, name: str) -> None:
+def check_shards(tensor: Tensor, selected: int, name: str, *, batch: bool = False) -> None:
     """Raise ``ValueError`` if a tensor is sharded along its dimension ``selected``, or holds partial sums.
 
-    One rank alone divides nothing.
+    One rank alone divides nothing. A ``batch`` of experts may not be divided along its first dimension either, because
+    every rank selects rows of all of them.
     """
     placements = getattr(tensor, "placements", ())
     ranks = tensor.device_mesh.shape if placements else ()  # type: ignore[attr-defined]
     dims = [shard_dim(p) for p, size in zip(placements, ranks, strict=True) if size > 1 and not p.is_replicate()]
-    if any(dim in (None, selected) for dim in dims):
+    if any(dim in (None, selected) or (batch and dim == 0) for dim in dims):
         raise ValueError(
             f"{name} of shape {tuple(tensor.shape)} is placed as {placements}, but Grass selects along dimension "
-            f"{selected}: choose the other dim=, for FSDP2 pass "
+            f"{selected}{' of each expert' if batch else ''}: choose the other dim=, for FSDP2 pass "
             "shard_placement_fn=grass.distributed.shard_placement_fn(model) to fully_shard, or for tensor parallelism "
             "train in compact mode: parallelize_module or parallelize_2d, then grass.compact(), then fully_shard"
         )

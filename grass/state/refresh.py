@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grass.options import Options
+from grass.parallel.shards import summed
 from grass.private_names import FakeTensor
 from grass.selection.draws import selection_generator
 from grass.selection.projector import Projector
@@ -106,11 +107,17 @@ def choose(
     return chosen
 
 
-def have_tokens(grad: Tensor) -> Tensor:
-    """bool ``(E,)``: the experts whose part of a gradient ``(E, ...)`` is not zero; all of one without contents."""
+def have_tokens(grad: Tensor, like: Tensor) -> Tensor:
+    """bool ``(E,)``: the experts whose part of a gradient ``(E, ...)`` is not zero; all of one without contents.
+
+    Args:
+        grad: this rank's part of the gradient.
+        like: the gradient as it is sharded over the ranks, which all get the same answer.
+    """
     if isinstance(grad, FakeTensor):
         return torch.ones(len(grad), dtype=torch.bool, device=grad.device)
-    return (grad != 0).flatten(1).any(dim=1)
+    seen = (grad != 0).flatten(1).any(dim=1)
+    return seen if type(like) is Tensor else summed(seen.to(torch.int32), like) > 0
 
 
 def of_each(rows: Tensor, dim: int, experts: int) -> Tensor:

@@ -8,14 +8,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grass.parallel.shards import shard_dim
 from grass.state.schema import BANKED_MOMENTS, SHARDED_KEYS, State
 
 
-def assembled(state: State, like: Tensor, weight_shape: tuple[int, ...]) -> State:
-    """The state of a sharded weight ``(m, n)`` with its sharded tensors as ``DTensor``, placed as ``like`` is."""
+def assembled(state: State, like: Tensor, weight_shape: tuple[int, ...], *, batch: bool = False) -> State:
+    """The state of a sharded weight ``(m, n)`` with its sharded tensors as ``DTensor``, placed as ``like`` is.
+
+    Args:
+        state: of this rank.
+        like: the parameter.
+        weight_shape: ``(m, n)`` of the whole weight.
+        batch: whether ``like`` has the weights of experts one after another, ``(E, ...)``.
+    """
+    from torch.distributed.tensor import Shard
+
     rows = list(weight_shape)
     rows[state["dim"]] = state["indices"].numel()
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    if batch:
+        placements = [p if (dim := shard_dim(p)) is None else Shard(dim - 1) for p in placements]
     whole = {
         key: _whole(state[key], mesh, placements, weight_shape if key.startswith("bank") else tuple(rows))
         for key in SHARDED_KEYS & state.keys()

@@ -25,7 +25,7 @@ def step_active(step: GroupStep, every: list[Active]) -> list[Tensor]:
     """Update active rows, write them back, and select new ones if that is due. Returns these."""
     begun = _begin(step, [(_of_stratum(member, layer), layer) for member, layer in every])
     count([member.state for member, layer in begun if layer.experts == 1])
-    every_rows = [rows for member, layer in begun for rows in _of_experts(_rows(member, layer), layer)]
+    every_rows = [rows for member, layer in begun for rows in _of_experts(_rows(member, layer), layer, member.grad)]
     if step.options.decay == "all":
         for member, layer in begun:
             shrink, key = step.numbers(member.state).shrink, step.value_key(member.position, member.state)
@@ -75,12 +75,12 @@ def _writes(layer: CompactLayer) -> bool:
     return layer.scale() is None and not layer.synced.late
 
 
-def _of_experts(rows: CompactRows, layer: CompactLayer) -> list[CompactRows]:
+def _of_experts(rows: CompactRows, layer: CompactLayer, grad: Tensor) -> list[CompactRows]:
     """The rows of each expert that tokens were sent to; call it before the step is counted."""
     if layer.experts == 1:
         return [rows]
     assert isinstance(layer, ExpertRows)
-    seen = with_tokens(of_each(rows.grad, rows.dim, layer.experts))
+    seen = with_tokens(of_each(rows.grad, rows.dim, layer.experts), grad)
     count_step(rows.state, seen, layer.experts)
     return [_of_expert(rows, layer, expert) for expert in seen]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grass.options import as_matrix
-from grass.parallel.shards import check_shards, local, row_norms
+from grass.parallel.shards import check_shards, local, row_norms, summed
 from grass.selection.exploration import auto_scale, draw_explored, reach, turns
 from grass.selection.rules import needs_norms
 from grass.state.bank_exchange import BankExchange
@@ -58,12 +58,13 @@ def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: Ban
     ``torch.distributed.checkpoint`` takes such a step to make a fresh optimizer create its state.
     """
     p, grad, state, index = member
-    weight, dim, experts = step.options.matrix_of(p.detach()), step.options.dim_of(p), step.options.experts_of(p)
+    batch, dim, experts = step.options.is_batch(p), step.options.dim_of(p), step.options.experts_of(p)
+    check_shards(p if batch else as_matrix(p.detach()), dim + batch, "A weight", batch=batch)
+    weight = step.options.matrix_of(local(p.detach()), dim)
     rank = experts * step.options.selected(weight.shape[dim] // experts)
-    check_shards(weight, dim, "A weight")
     if norms is None:
         norms = _norms(step, grad, dim)
-    carry = policy_of(state, local(weight), step.options, index, exchange, by_row=step.options.is_batch(p))
+    carry = policy_of(state, weight, step.options, index, exchange, by_row=batch)
     if refresh(state, carry, norms, dim, rank, step.options, index, experts) is Outcome.PROVISIONAL and not step.lr:
         return None
     indices: Tensor = state["indices"]
@@ -74,11 +75,12 @@ def _norms(step: GroupStep, grad: Tensor, dim: int) -> Tensor:
     """Row norms. A rule that does not read them gets ones, unless ``lr`` is 0: zeros may then mean no update."""
     if needs_norms(step.options.selection) or not step.lr:
         if step.options.is_batch(grad):
-            return torch.cat([row_norms(own, dim) for own in grad])
+            norms = torch.cat([row_norms(own, dim) for own in local(grad)])
+            return norms if type(grad) is Tensor else summed(norms.square(), grad).sqrt()
         return row_norms(as_matrix(grad), dim)
     size = step.options.matrix_of(grad).shape[dim]
     if step.options.is_batch(grad):
-        return norms_of_experts(have_tokens(grad), size)
+        return norms_of_experts(have_tokens(local(grad), grad), size)
     return torch.ones(size, dtype=torch.float32, device=grad.device)
 
 
@@ -88,7 +90,7 @@ def _rows(step: GroupStep, member: Member) -> list[DenseRows]:
     experts = step.options.experts_of(p)
     explored = _explored(step, member, experts)
     if step.options.is_batch(p):
-        seen = with_tokens(grad)
+        seen = with_tokens(local(grad), grad)
         count_step(state, seen, experts)
         return [_rows_of_expert(member, expert, experts, explored) for expert in seen]
     weight, whole_grad = local(as_matrix(p.detach())), local(as_matrix(grad))
@@ -102,14 +104,14 @@ def _rows_of_expert(member: Member, expert: int, experts: int, explored: DenseEx
     dim = state["dim"]
     own = state_of(state, expert, experts, dim)
     own |= {key: own[key].contiguous() for key in MOMENTS}  # copies with dim=1: kernels want no gaps
-    weight, first = p.detach()[expert], expert * p.shape[1 + dim]
+    weight, first = local(p.detach())[expert], expert * p.shape[1 + dim]
     if explored is not None:
         drawn = explored.indices
         indices = None if drawn is None else drawn.view(experts, -1)[expert] - first
         explored = replace(explored, grad=grad[expert], indices=indices)
     place = place_of(position, expert)
     finish = partial(put_moments, state, own, expert, experts, dim)
-    return DenseRows(weight, own["indices"] - first, None, dim, grad[expert], own, place, explored, finish)
+    return DenseRows(weight, own["indices"] - first, None, dim, local(grad)[expert], own, place, explored, finish)
 
 
 def _explored(step: GroupStep, member: Member, experts: int) -> DenseExplored | None:

@@ -15,9 +15,9 @@ from grass.state.refresh import have_tokens
 from grass.state.schema import MOMENTS, State
 
 
-def with_tokens(grad: Tensor) -> list[int]:
-    """The experts whose part of a gradient ``(E, ...)`` is not zero."""
-    seen: list[int] = have_tokens(grad).nonzero().flatten().tolist()
+def with_tokens(grad: Tensor, like: Tensor) -> list[int]:
+    """The experts that :func:`grass.state.refresh.have_tokens` finds."""
+    seen: list[int] = have_tokens(grad, like).nonzero().flatten().tolist()
     return seen
 
 

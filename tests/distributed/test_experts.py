@@ -1,17 +1,22 @@
-"""Experts under DDP, where a rank may have no tokens for one, and spread over the ranks."""
+"""Experts under DDP, where a rank may have no tokens for one, under FSDP2, and spread over the ranks."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import grass
 from grass import GrassAdamW
+from grass.distributed import shard_placement_fn
 from tests.distributed.world import run_world
 from tests.experts.models import OUTER, Experts
 
@@ -137,23 +142,112 @@ def test_expert_parallel_equals_one_process() -> None:
         torch.testing.assert_close(joined, whole.detach(), rtol=1e-9, atol=1e-10)
 
 
-def sharded(rank: int) -> str:
-    from torch.distributed.fsdp import fully_shard
+SHARDED: list[dict[str, Any]] = [
+    {"mode": mode, "selection": selection, "state_policy": policy, "dim": dim}
+    for mode, selection, policy, dim in [
+        ("compact", "uniform", "keep", 1),
+        ("compact", "uniform", "keep", 0),
+        ("compact", "multinomial_norm", "bank", 1),
+        ("compact", "top_r", "reset", 0),
+        ("dense", "uniform", "keep", 1),
+        ("dense", "top_r", "bank", 1),
+    ]
+]
 
-    model = Experts()
+
+class Even(Experts):
+    """Both weights with outputs first."""
+
+    grass_experts: ClassVar = {"up": False, "down": False}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(self.down.detach().transpose(1, 2).contiguous())
+
+
+def made(mode: str, dim: int, *, shard: bool, **options: Any) -> tuple[Any, GrassAdamW]:
+    """Experts and their optimizer; with ``shard`` under FSDP2, each weight divided along the other dimension."""
+    torch.manual_seed(0)
+    model: Any = Experts() if mode == "compact" else Even()
+    if mode == "compact":
+        grass.compact(model, rank=3, explore=2, dim=dim)
+    if shard:
+        fully_shard(model, shard_placement_fn=shard_placement_fn(model))
+    options = {"lr": 1e-2, "update_interval": 2, **options}
+    if mode == "compact":
+        return model, GrassAdamW(model, **options)
+    return model, GrassAdamW(grass.param_groups(model, rank=3, explore=2, dim=dim, **options))
+
+
+def go_on(model: Any, optimizer: GrassAdamW, steps: range, rank: int | None) -> None:
+    """Train on the tokens of all ranks (``None``) or of one, whose gradient FSDP2 averages."""
+    for step in steps:
+        x, expert = tokens(step)
+        own = slice(None) if rank is None else slice(10 * rank, 10 * rank + 10)
+        (loss_of(model, x[own], expert[own]) / (2 if rank is None else 1)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 3.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values_of(model: Any) -> dict[str, Tensor]:
+    state = model.state_dict()
+    return {name: getattr(value, "full_tensor", lambda value=value: value)().clone() for name, value in state.items()}
+
+
+def sharded(rank: int, folder: str) -> list[Any]:
+    trained: list[Any] = []
+    for number, case in enumerate(SHARDED):
+        model, optimizer = made(**case, shard=True)
+        go_on(model, optimizer, range(STEPS), rank)
+        kept = get_state_dict(model, optimizer)
+        dcp.save({"model": kept[0], "optimizer": kept[1]}, checkpoint_id=f"{folder}/{number}")
+        go_on(model, optimizer, range(STEPS, STEPS + 4), rank)
+        trained.append(values_of(model))
+        trained[-1]["sizes"] = torch.tensor([p.to_local().numel() for p in model.parameters()])
+    return trained
+
+
+def test_sharded_experts_equal_one_process(tmp_path: Path) -> None:
+    """Each rank has a part of every expert's rows; one process goes on from the ranks' checkpoint."""
+    ranks = run_world(sharded, 2, str(tmp_path))
+    for number, case in enumerate(SHARDED):
+        model, optimizer = made(**case, shard=False)
+        go_on(model, optimizer, range(STEPS), None)
+        loaded, restored = made(**case, shard=False)
+        state = dict(zip(("model", "optimizer"), get_state_dict(loaded, restored), strict=True))
+        dcp.load(state, checkpoint_id=f"{tmp_path}/{number}")
+        set_state_dict(loaded, restored, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for network, own in ((model, optimizer), (loaded, restored)):
+            go_on(network, own, range(STEPS, STEPS + 4), None)
+            for trained in ranks:
+                whole = sum(p.numel() for p in network.parameters())
+                assert trained[number]["sizes"].sum() * 2 == whole
+                for name, value in values_of(network).items():
+                    torch.testing.assert_close(trained[number][name], value, rtol=1e-12, atol=1e-12)
+
+
+def refused(rank: int, mode: str) -> str:
+    model: Any = Experts()
+    if mode == "compact":
+        grass.compact(model, rank=3)
     fully_shard(model)
-    optimizer = GrassAdamW(grass.param_groups(model, rank=3))
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
     try:
+        optimizer = GrassAdamW(model if mode == "compact" else grass.param_groups(model, rank=3))
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
         optimizer.step()
     except ValueError as error:
         return str(error)
     return ""
 
 
-def test_sharded_experts_are_refused() -> None:
-    assert all("cannot be sharded" in message for message in run_world(sharded, 2))
+@pytest.mark.parametrize("mode", ["compact", "dense"])
+def test_experts_divided_among_ranks_are_refused(mode: str) -> None:
+    """As ``fully_shard`` does without a layout; the message names one."""
+    for message in run_world(refused, 2, mode):
+        assert "of each expert" in message
+        assert "shard_placement_fn" in message
 
 
 def test_the_reduced_all_reduce_is_refused() -> None:
