@@ -62,6 +62,10 @@ CELLS: dict[str, dict[str, tuple[str, str]]] = {
         "offload": ("yes", f"{EXPERTS}::test_offload"),
         "streaming": ("yes", f"{EXPERTS}::test_streaming"),
     },
+    "experts under FSDP2": {
+        "dense mode": ("yes", "distributed/test_experts::test_sharded_experts_equal_one_process"),
+        "compact mode": ("yes", "distributed/test_experts::test_sharded_experts_equal_one_process"),
+    },
     "`step_in_backward`": {
         "dense mode": ("yes", "test_in_backward::test_equals_the_ordinary_loop"),
         "compact mode": ("ValueError", "test_in_backward::test_what_it_does_not_take"),
