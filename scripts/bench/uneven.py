@@ -9,8 +9,9 @@ long as a device of its speed would take (``--sample`` seconds for a sample on t
 micro-batch). ``seconds`` is the median step, ``predicted`` the division's own prediction, ``busy_i`` the median time
 that rank ``i`` computes in a step; the rest it waits. ``sent`` are bytes that rank 0 hands to collectives in a step.
 
-With ``--half-core``, nothing sleeps: each rank is pinned to a core, and a process that spins takes half of the second
-one. The model is wider then, and ``load`` is that of the machine before the run: other programs spoil such a run.
+With ``--half-core``, nothing sleeps: each rank is pinned to a core, and a control group of Linux, which only root may
+make, stops the second rank for 5 of every 10 ms. The model is wider then. ``load`` is that of the machine before the
+run: other programs spoil such a run.
 
 ``bias`` is the relative error of the gradient on one batch of ragged sequences. Ranks whose losses are means over their
 own tokens get it even with equal sizes; a loss divided by the tokens of all ranks has none.
@@ -22,7 +23,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -55,8 +55,8 @@ BATCH = {2: 16, 3: 24}
 STEPS = 2
 """Steps of a round."""
 VOCABULARY, TOKENS, HIDDEN = 64, 8, 32
-WIDER = {"TOKENS": 64, "HIDDEN": 256}
-"""With ``--half-core``: a sample takes some 10 ms on a core."""
+WIDER = {"TOKENS": 256, "HIDDEN": 256}
+"""With ``--half-core``: a sample takes some 20 ms on a core."""
 MEAN = "Grass, sizes by hand, mean loss"
 
 
@@ -102,25 +102,41 @@ class Device:
         yield
 
 
-SPIN = "import os; rank = os.getppid()\nwhile os.getppid() == rank: pass"
-"""A process that takes as much of a core as it gets, until its rank ends."""
-
-
 class HalfCore(Device):
-    """A core of this machine, of which a process that spins takes half on the second rank."""
+    """A core of this machine for each rank, of which the second rank gets half."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(1.0, 0.0)
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank]})
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
         if rank:
-            spinning = subprocess.Popen([sys.executable, "-c", SPIN])
-            os.sched_setaffinity(spinning.pid, {cores[rank]})
+            halve(os.getpid())
 
     @contextmanager
     def computes(self, size: int) -> Iterator[None]:
         """The model itself computes."""
         yield
+
+
+PERIOD = 10_000
+"""Microseconds, of which a process on half a core runs the half."""
+
+
+def quota(process: int) -> Path:
+    """The control group of a process on half a core."""
+    first = Path("/sys/fs/cgroup/cpu")
+    return (first if first.exists() else first.parent) / f"half-core-{process}"
+
+
+def halve(process: int) -> None:
+    """Let the kernel stop a process for half of each period. Only root may do so."""
+    group = quota(process)
+    group.mkdir()
+    if (group / "cpu.cfs_quota_us").exists():
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD))
+        (group / "cpu.cfs_quota_us").write_text(str(PERIOD // 2))
+    else:
+        (group / "cpu.max").write_text(f"{PERIOD // 2} {PERIOD}")
+    (group / "cgroup.procs").write_text(str(process))
 
 
 class Contestant:
@@ -263,6 +279,9 @@ def run(speeds: tuple[int, ...], args: argparse.Namespace) -> pd.DataFrame:
             process.start()
         for process in processes:
             process.join()
+        for group in (quota(process.pid) for process in processes if process.pid):
+            if group.exists():
+                group.rmdir()
         if any(process.exitcode for process in processes):
             sys.exit("a rank failed")
         table = pd.DataFrame(json.loads(Path(path).read_text()))
