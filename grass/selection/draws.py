@@ -12,6 +12,11 @@ def selection_generator(seed: int, parameter: int, refresh: int) -> torch.Genera
     return draw_generator(seed, parameter, refresh)
 
 
+def cycle_generator(seed: int, parameter: int, cycle: int) -> torch.Generator:
+    """A fresh CPU generator for an order of all rows, of which several refreshes of a parameter select in turn."""
+    return draw_generator(seed, parameter, "cycle", cycle)
+
+
 def sketch_generator(seed: int, width: int, refresh: int) -> torch.Generator:
     """A fresh CPU generator for the signs of a sketch; weights of one width share them.
 

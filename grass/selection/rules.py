@@ -1,4 +1,4 @@
-r"""Which rows to train: the seven selection rules of Grass and a registry for more.
+r"""Which rows to train: the seven selection rules of Grass, one of ours, and a registry for more.
 
 Given a gradient's row norms ``norms[i] = ||G_i||``, a rule picks ``rank`` rows ``sigma`` and their scales ``rho``, the
 two parts of the projection ``P^T = rho B`` (Muhamed et al., 2024, section 3.2):
@@ -11,6 +11,8 @@ rule                      rows                                           scale `
 ``multinomial_norm``      drawn with ``q_i ~ ||G_i||``                   ``1 / sqrt(r q_{sigma_j})`` with
 ``multinomial_norm_sq``   drawn with ``q_i ~ ||G_i||^2``                 replacement, so that ``E[P P^T] = I``;
 ``uniform``               drawn with ``q_i = 1 / m``                     1 without
+``balanced`` (ours)       the next ``r`` of a random order of all rows,  1
+                          a new order when fewer than ``r`` are left
 ========================  =============================================  ===========================================
 
 Selection is a pure function of the norms, the rank and a generator. It runs on the CPU in float64, so processes with
@@ -53,6 +55,9 @@ Rule = Callable[[Tensor, int, torch.Generator | None, bool], Selection]
 
 Only with ``replacement`` may a row occur twice in what it returns.
 """
+
+BALANCED = "balanced"
+"""The rule by which no row is selected twice before nearly all others were selected once."""
 
 _RULES: dict[str, Rule] = {}
 _WITHOUT_NORMS: set[str] = set()
@@ -98,6 +103,7 @@ def select_rows(
     *,
     replacement: bool = False,
     experts: int = 1,
+    turn: int = 0,
 ) -> Selection:
     """Choose ``rank`` of the ``m`` rows with the given norms.
 
@@ -109,6 +115,7 @@ def select_rows(
         replacement: draw with replacement and scale by ``rho``.
         experts: matrices that the rows belong to, one after another. The rule chooses equally many of each, and of an
             expert whose norms are all zero at random.
+        turn: of ``balanced``: which ``rank`` rows of the order that ``generator`` draws, ``0 <= turn < m // rank``.
 
     Raises:
         ValueError: ``norms`` is not a vector, ``rank`` is out of range, or the rule is unknown.
@@ -119,6 +126,8 @@ def select_rows(
         raise ValueError(f"Invalid {rank=}: must be between 1 and the {norms.numel()} rows there are")
     check_rule(rule, replacement)
     clean = norms.detach().to("cpu", torch.float64).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    if rule == BALANCED:
+        return _in_turn(clean.numel() // experts, rank // experts, turn, generator, experts)
     if experts > 1:
         return _of_each_expert(clean.view(experts, -1), rank // experts, rule, generator)
     selection = _RULES[rule](clean, rank, generator, replacement)
@@ -140,8 +149,8 @@ def check_rule(rule: str, replacement: bool) -> None:
     """Raise ``ValueError`` unless ``rule`` is registered and may be used with this ``replacement``."""
     if rule not in _RULES:
         raise ValueError(f"Unknown selection {rule!r}; available: {', '.join(_RULES)}")
-    if rule == "top_r" and replacement:
-        raise ValueError("selection='top_r' takes replacement=False: the largest rows are not drawn")
+    if rule in ("top_r", BALANCED) and replacement:
+        raise ValueError(f"selection={rule!r} takes replacement=False: it selects no row twice")
 
 
 def sampled(weights: Callable[[Tensor], Tensor]) -> Rule:
@@ -174,7 +183,19 @@ def _draw_without_replacement(weights: Tensor, rank: int, generator: torch.Gener
     return Selection(keys.topk(rank).indices.sort().values)
 
 
+def _in_turn(size: int, rank: int, turn: int, generator: torch.Generator | None, experts: int) -> Selection:
+    """Part number ``turn`` of a random order of ``size`` rows, of each expert."""
+    part = slice(turn * rank, (turn + 1) * rank)
+    orders = [torch.randperm(size, generator=generator) for _ in range(experts)]
+    return Selection(torch.cat([order[part].sort().values + i * size for i, order in enumerate(orders)]))
+
+
+def _balanced(norms: Tensor, rank: int, generator: torch.Generator | None, replacement: bool) -> Selection:
+    return _in_turn(norms.numel(), rank, 0, generator, 1)
+
+
 register_rule("top_r", _top_r)
 register_rule("multinomial_norm", sampled(lambda norms: norms))
 register_rule("multinomial_norm_sq", sampled(torch.square))
 register_rule("uniform", sampled(torch.ones_like), needs_norms=False)
+register_rule(BALANCED, _balanced, needs_norms=False)

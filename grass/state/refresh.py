@@ -12,9 +12,9 @@ from torch import Tensor
 from grass.options import Options
 from grass.parallel.shards import summed
 from grass.private_names import FakeTensor
-from grass.selection.draws import selection_generator
+from grass.selection.draws import cycle_generator, selection_generator
 from grass.selection.projector import Projector
-from grass.selection.rules import Selection, select_rows
+from grass.selection.rules import BALANCED, Selection, select_rows
 from grass.state.schema import State, shared_steps
 
 Carry = Callable[[Projector | None, Projector, Tensor | None], None]
@@ -99,8 +99,15 @@ def choose(
     if state and not is_informative(norms):
         return None
     options = Options.of(group)
-    generator = selection_generator(options.seed, index, state.get("refreshes", 0))
-    chosen = select_rows(norms, rank, options.selection, generator, replacement=options.replacement, experts=experts)
+    number, turn = state.get("refreshes", 0), 0
+    if options.selection == BALANCED:
+        cycle, turn = divmod(number, len(norms) // rank)
+        generator = cycle_generator(options.seed, index, cycle)
+    else:
+        generator = selection_generator(options.seed, index, number)
+    chosen = select_rows(
+        norms, rank, options.selection, generator, replacement=options.replacement, experts=experts, turn=turn
+    )
     if experts > 1 and "indices" in state:
         earlier = state["indices"].cpu().view(experts, -1)
         chosen = Selection(torch.where(_resting(norms, experts), earlier, chosen.indices.view(experts, -1)).flatten())

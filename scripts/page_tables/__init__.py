@@ -52,6 +52,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "law": partial(exploring.law, "270"),
     "law_full": partial(exploring.law, "2150"),
     "starting_rates": exploring.starting_rates,
+    "balanced": exploring.balanced,
     "sharing": exploring.sharing,
     "adapters": finetuning.adapters,
     "sweep_search": sweep.search,

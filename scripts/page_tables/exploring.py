@@ -146,6 +146,24 @@ def _plain(rate: float) -> str:
     return f"{float(f'{rate:.2g}'):.7f}".rstrip("0")
 
 
+def balanced() -> str:
+    """Losses of columns that take turns, beside those of columns that are drawn anew at each refresh, by seed."""
+    losses: dict[tuple[str, str, str], list[float]] = {}
+    for row in read("balanced.csv"):
+        losses.setdefault((row["fraction"], row["precision"], row["selection"]), []).append(float(row["loss_100"]))
+    cells = (
+        [
+            f"{Fraction(fraction)} n",
+            precision,
+            f"`{rule}`",
+            " ".join(f"{v:.3f}" for v in values),
+            f"{fmean(values):.3f}",
+        ]
+        for (fraction, precision, rule), values in losses.items()
+    )
+    return table(["r = q", "precision", "columns are selected by", "loss by seed", "mean"], cells)
+
+
 def sharing() -> str:
     """Losses of layers that draw the same columns, beside those of layers that draw by themselves."""
     losses: dict[tuple[str, str], list[str]] = {}

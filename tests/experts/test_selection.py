@@ -14,7 +14,7 @@ SIZES = st.tuples(st.integers(2, 6), st.integers(2, 30)).flatmap(
 )
 
 
-@given(SIZES, st.sampled_from(["uniform", "multinomial_norm", "multinomial_norm_sq"]), st.integers(0, 9))
+@given(SIZES, st.sampled_from(["uniform", "balanced", "multinomial_norm", "multinomial_norm_sq"]), st.integers(0, 9))
 def test_each_expert_has_as_many_rows(sizes: tuple[int, int, int], rule: str, seed: int) -> None:
     experts, size, rank = sizes
     generator = torch.Generator().manual_seed(seed)

@@ -24,7 +24,7 @@ BOOLS = st.booleans()
 def settings_of() -> st.SearchStrategy[Setting]:
     common = {
         "update_interval": st.sampled_from([2, 3]),
-        "selection": st.sampled_from(["uniform", "multinomial_norm", "top_r"]),
+        "selection": st.sampled_from(["uniform", "balanced", "multinomial_norm", "top_r"]),
         "state_policy": st.sampled_from(["reset", "keep", "bank"]),
         "moment_dtype": st.sampled_from(["float32", "float32", "bfloat16", "8bit"]),
         "decay": st.sampled_from(["selected", "selected", "all"]),

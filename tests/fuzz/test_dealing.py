@@ -20,7 +20,7 @@ SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(lambda sizes:
 @given(
     SIZES,
     st.sampled_from(["compact", "adamw"]),
-    st.sampled_from(["uniform", "multinomial_norm", "top_r"]),
+    st.sampled_from(["uniform", "balanced", "multinomial_norm", "top_r"]),
     st.fixed_dictionaries({"clip": st.booleans(), "start": st.integers(0, 7), "shuffle": st.booleans()}),
 )
 @settings(max_examples=8)

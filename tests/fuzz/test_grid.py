@@ -16,7 +16,7 @@ from tests.fuzz.test_between_steps import BOOLS, NUMBERS, WHATS, action
 OPTIONS = st.fixed_dictionaries(
     {
         "update_interval": st.sampled_from([2, 3]),
-        "selection": st.sampled_from(["uniform", "multinomial_norm", "top_r"]),
+        "selection": st.sampled_from(["uniform", "balanced", "multinomial_norm", "top_r"]),
         "state_policy": st.sampled_from(["reset", "keep", "bank"]),
         "decay": st.sampled_from(["selected", "all"]),
         "weight_decay": st.sampled_from([0.0, 0.1]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -167,3 +168,50 @@ def test_generator_seeds_matter(rule: str) -> None:
         for seed in range(10)
     }
     assert len(outcomes) > 5
+
+
+@given(st.integers(1, 40), st.data())
+def test_balanced_rows_take_turns(size: int, data: st.DataObject) -> None:
+    """In one order of the rows, no two turns have a row in common; fewer than ``rank`` rows have no turn."""
+    rank, seed = data.draw(st.integers(1, size)), data.draw(st.integers(0, 99))
+    every = [
+        select_rows(torch.ones(size), rank, "balanced", torch.Generator().manual_seed(seed), turn=turn).indices
+        for turn in range(size // rank)
+    ]
+    assert all(torch.equal(rows, rows.sort().values) for rows in every)
+    assert torch.cat(every).unique().numel() == size // rank * rank
+
+
+def balanced(weight: torch.nn.Parameter) -> grass.GrassAdamW:
+    return grass.GrassAdamW([{"params": [weight], "rank": 3}], selection="balanced", update_interval=2, lr=0.1)
+
+
+def selections_of(weight: torch.nn.Parameter, optimizer: grass.GrassAdamW, refreshes: int) -> list[list[int]]:
+    chosen = []
+    for _ in range(refreshes):
+        for _ in range(2):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        chosen.append(optimizer.state[weight]["indices"].tolist())
+    return chosen
+
+
+def test_every_column_has_its_turn_also_in_a_resumed_run() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 12))
+    optimizer = balanced(weight)
+    first = selections_of(weight, optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    rest = selections_of(weight, optimizer, 5)
+    other = torch.nn.Parameter(weight.detach().clone())
+    resumed = balanced(other)
+    resumed.load_state_dict(saved)
+    assert selections_of(other, resumed, 5) == rest
+    every = [*first, *rest]
+    for cycle in (every[:4], every[4:]):
+        assert sorted(itertools.chain.from_iterable(cycle)) == list(range(12))
+    assert every[:4] != every[4:]
+
+
+def test_balanced_rows_are_not_drawn_with_replacement() -> None:
+    with pytest.raises(ValueError, match="selection='balanced' takes replacement=False"):
+        grass.GrassAdamW([torch.nn.Parameter(torch.ones(4, 4))], rank=2, selection="balanced", replacement=True)
