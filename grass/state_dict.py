@@ -127,7 +127,10 @@ class Loading:
     def _held_here(self, saved: State, p: Tensor, group: dict[str, Any]) -> State:
         """A copy of the part of a saved state that this process holds. At full rank it has been cut already."""
         if "indices" not in saved:
-            plain: State = {key: torch.as_tensor(value).clone() for key, value in saved.items()}
+            plain: State = {
+                key: value.clone() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+                for key, value in saved.items()
+            }
             if keeps_master(p):  # large ones have a master with offload only, and may not fit on the device
                 plain = {key: value.to(p.device) for key, value in plain.items()}
             return {**plain, "step": plain["step"].to(step_device(p, group), torch.float32)}

@@ -30,7 +30,9 @@ class StepCoefficients:
             step_size: ``lr scale``, a number or ``(r,)``.
             betas: decay rates of the moments.
         """
-        steps = row_steps if isinstance(row_steps, Tensor) else torch.tensor(float(row_steps), dtype=torch.float64)
+        steps = row_steps
+        if not isinstance(steps, Tensor):
+            steps = torch.tensor(float(steps), dtype=torch.float64, device="cpu")
         return cls(step_size / _bias_correction(steps, betas[0]), _bias_correction(steps, betas[1]).sqrt())
 
     def along(self, dim: int) -> StepCoefficients:

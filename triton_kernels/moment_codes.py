@@ -44,13 +44,13 @@ def decode_moment(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 def dynamic_map(signed: bool, device: str = "cpu") -> Tensor:
     """255 (signed) or 256 ascending levels up to 1: half of them in the first decade, a quarter in the next, ..."""
     first = 64 if signed else 128
-    decades, scale, count = [torch.ones(1, dtype=torch.float64)], 1.0, first
+    decades, scale, count = [torch.ones(1, dtype=torch.float64, device="cpu")], 1.0, first
     while count:
-        edges = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64) * scale
+        edges = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64, device="cpu") * scale
         decades.append(edges[:-1])
         scale, count = scale / 10, count // 2
     positive = torch.cat(decades).sort().values[1:]  # 255 or 256 levels in all
-    zero = torch.zeros(1, dtype=torch.float64)
+    zero = torch.zeros(1, dtype=torch.float64, device="cpu")
     levels = torch.cat([-positive.flip(0), zero, positive]) if signed else torch.cat([zero, positive])
     return levels.float().to(device)
 

@@ -156,7 +156,7 @@ class ActiveRows(nn.Module):
         """The rows that a conversion chooses, uniformly: int64 ``(r + q,)`` on the CPU."""
         size, generator = self.shape[self.dim] // self.experts, draw_generator(*self.first_draw)
         r, q = (count // self.experts for count in self.counts())
-        orders = [torch.randperm(size, generator=generator) for _ in range(self.experts)]
+        orders = [torch.randperm(size, generator=generator, device="cpu") for _ in range(self.experts)]
         parts = [(i * size, order) for i, order in enumerate(orders)]
         selected = [start + order[:r].sort().values for start, order in parts]
         return torch.cat(selected + [start + order[r : r + q].sort().values for start, order in parts])

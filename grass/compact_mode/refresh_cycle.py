@@ -156,7 +156,8 @@ def gathered_norms(layers: list[CompactLayer], ranks: Ranks) -> list[Tensor]:
 
 def rademacher(width: int, size: int, generator: torch.Generator) -> Tensor:
     """A Johnson-Lindenstrauss matrix ``S (width, size)`` of random signs over ``sqrt(size)``: ``E[S S^T] = I``."""
-    signs: Tensor = 2 * torch.randint(2, (width, size), generator=generator, dtype=torch.int8) - 1
+    zeros_and_ones = torch.randint(2, (width, size), generator=generator, dtype=torch.int8, device="cpu")
+    signs: Tensor = 2 * zeros_and_ones - 1
     return signs / math.sqrt(size)
 
 

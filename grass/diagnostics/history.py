@@ -37,7 +37,7 @@ class _Selected(NamedTuple):
             indices, size = self.layer.selected, self.layer.shape[self.layer.dim]
         else:
             indices, size = self.state["indices"], as_matrix(self.parameter).shape[self.state["dim"]]
-        mask = torch.zeros(size, dtype=torch.bool)
+        mask = torch.zeros(size, dtype=torch.bool, device="cpu")
         mask[indices.cpu()] = True
         return mask
 

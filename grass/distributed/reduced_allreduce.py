@@ -95,7 +95,8 @@ class ReducedAllreduceState:
         for item in every:
             self._continue(item)
             if item.rows is None and item.decides and not needs_norms(item.group["selection"]):
-                item.decide(torch.ones(item.matrix.shape[resolve_dim(item.group["dim"], item.matrix.shape)]))
+                rows = item.matrix.shape[resolve_dim(item.group["dim"], item.matrix.shape)]
+                item.decide(torch.ones(rows, device="cpu"))
         if self.refresh == "sketch":
             self._decide([item for item in every if item.rows is None and item.decides and item.sketch_pays])
         for item in every:

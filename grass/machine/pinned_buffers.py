@@ -69,7 +69,7 @@ class PinnedBuffers:
 
 
 def _pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _start(stream: torch.Stream, source: Tensor, out: Tensor) -> torch.Event:

@@ -191,8 +191,10 @@ def host_rate() -> float:
     """Elements a second of an AdamW step on the CPU, by the C++ kernel if it can be built."""
     if not kernel.at_hand():
         return _torch_rate(torch.device("cpu"), HOST_ROWS)
-    values, grad, exp_avg, exp_avg_sq = (torch.ones(HOST_ROWS, COLUMNS, dtype=torch.float32) for _ in range(4))
-    indices = torch.arange(HOST_ROWS)
+    values, grad, exp_avg, exp_avg_sq = (
+        torch.ones(HOST_ROWS, COLUMNS, dtype=torch.float32, device="cpu") for _ in range(4)
+    )
+    indices = torch.arange(HOST_ROWS, device="cpu")
 
     def step() -> None:
         batch = kernel.Batch(True)

@@ -58,7 +58,7 @@ class HostCopy:
     def __init__(self, parameter: Tensor, storage: HostStorage, host: Tensor | None = None) -> None:
         self.device, self._storage = parameter, storage
         self.host: Tensor = nn.Parameter(storage.copy(parameter) if host is None else host, requires_grad=False)
-        self._grad = torch.empty(0)
+        self._grad = torch.empty(0, device="cpu")
         self._version = self._stamp()
 
     def is_current(self) -> bool:
@@ -166,7 +166,7 @@ class LayerCopy(HostCopy):
         self.source, self._storage = layer, storage
         self.layer = host_layer(layer, storage)
         self.device, self.host = layer.active, self.layer.active
-        self._grad = torch.empty(0)
+        self._grad = torch.empty(0, device="cpu")
         self._rows: Tensor | None = None
         self._scale: Tensor | None = None
         self._selected: Tensor | None = None

@@ -89,7 +89,7 @@ class HostStorage:
         self._count += 1
         with open(name, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # a full disk is an error here, not a crash later
-        flat = torch.from_file(name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        flat = torch.from_file(name, shared=True, size=tensor.numel(), dtype=tensor.dtype, device="cpu")
         os.unlink(name)  # the mapping keeps it; nothing is left behind, also after a crash
         strides = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
         return flat.as_strided(tensor.shape, strides)

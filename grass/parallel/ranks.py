@@ -101,7 +101,7 @@ class Ranks:
         """
         if self.group is None:
             return False
-        extremes = torch.tensor([number, -number])
+        extremes = torch.tensor([number, -number], device="cpu")
         root = dist.get_global_rank(self.group, 0)
         dist.reduce(extremes, root, dist.ReduceOp.MAX, group=self.group)
         dist.broadcast(extremes, root, group=self.group)

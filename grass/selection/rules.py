@@ -132,7 +132,9 @@ def select_rows(
         return _of_each_expert(clean.view(experts, -1), rank // experts, rule, generator)
     selection = _RULES[rule](clean, rank, generator, replacement)
     if replacement and selection.scale is None:
-        return Selection(selection.indices, torch.ones(rank, dtype=torch.float32))  # a scale says that rows may repeat
+        return Selection(
+            selection.indices, torch.ones(rank, dtype=torch.float32, device="cpu")
+        )  # a scale says that rows may repeat
     return selection
 
 
@@ -177,7 +179,7 @@ def _draw_with_replacement(weights: Tensor, rank: int, generator: torch.Generato
 
 def _draw_without_replacement(weights: Tensor, rank: int, generator: torch.Generator | None) -> Selection:
     """Successive draws, as one top-r of Gumbel-perturbed log-weights (Vieira, 2014; Kool et al., 2019, section 2.2)."""
-    uniform = torch.rand(weights.shape, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(weights.shape, generator=generator, dtype=torch.float64, device="cpu")
     gumbel = -torch.log(-torch.log(uniform))
     keys = torch.where(weights > 0, weights.log(), _LAST) + gumbel
     return Selection(keys.topk(rank).indices.sort().values)

@@ -168,7 +168,7 @@ def _open_bank(state: State, weight: Tensor, dim: int, dtype: torch.dtype, share
     rows = weight.narrow(dim, share.start, share.rows)  # for its shape and strides
     for key in BANKED_MOMENTS:
         state[key] = torch.zeros_like(rows, dtype=dtype, device="cpu", pin_memory=pin)
-    state["bank_steps"] = torch.zeros(share.rows, dtype=torch.float32, pin_memory=pin)
+    state["bank_steps"] = torch.zeros(share.rows, dtype=torch.float32, device="cpu", pin_memory=pin)
 
 
 def _to_host(rows: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def read_moments(state: State) -> tuple[Tensor, Tensor]:
     return exp_avg, exp_avg_sq
 
 
-_NONE = torch.empty(0)
+_NONE = torch.empty(0, device="cpu")
 
 
 def _expanded(state: State, name: str) -> Tensor:

@@ -82,8 +82,8 @@ def _coefficients(step: GroupStep, bucket: list[Numbered]) -> list[StepCoefficie
         steps if isinstance(steps, Tensor) else like.new_full((count,), steps)
         for (_, (steps, _, _)), count in zip(bucket, counts, strict=True)
     ]
-    sizes = torch.tensor([numbers.step_size for _, numbers in bucket], dtype=torch.float64)
-    sizes = sizes.repeat_interleave(torch.tensor(counts), output_size=sum(counts)).to(like)
+    sizes = torch.tensor([numbers.step_size for _, numbers in bucket], dtype=torch.float64, device="cpu")
+    sizes = sizes.repeat_interleave(torch.tensor(counts, device="cpu"), output_size=sum(counts)).to(like)
     every = StepCoefficients.at(torch.cat(ages), sizes, step.options.betas)
     parts = zip(torch.split(every.step_size, counts), torch.split(every.denominator, counts), strict=True)
     return [StepCoefficients(*part).along(rows.dim) for (rows, _), part in zip(bucket, parts, strict=True)]

@@ -282,7 +282,7 @@ class HostBlock:
         Those in files stay there.
         """
         tensors = [tensor for tensor in self._travelling() if id(tensor) not in self._mapped]
-        slab = _views(torch.empty(_room(tensors), dtype=torch.uint8, pin_memory=True), tensors)
+        slab = _views(torch.empty(_room(tensors), dtype=torch.uint8, device="cpu", pin_memory=True), tensors)
         for tensor, view in zip(tensors, slab, strict=True):
             tensor.data = view.copy_(tensor.detach())
 

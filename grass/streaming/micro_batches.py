@@ -38,7 +38,7 @@ class MicroBatches:
         """
         if any(thread.is_alive() for thread in self._waiting):
             raise RuntimeError("loss_fn must not call stream.step itself")
-        losses: list[Tensor] = [torch.empty(0)] * len(batches)
+        losses: list[Tensor] = [torch.empty(0, device="cpu")] * len(batches)
         surroundings = _Surroundings(device)
 
         def work(number: int) -> None:

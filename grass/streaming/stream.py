@@ -251,7 +251,7 @@ def _move_others(model: nn.Module, units: list[HostBlock], device: torch.device)
     def move(tensor: Tensor) -> Tensor:
         return tensor if id(tensor) in staying else tensor.to(device)
 
-    if not keeps_identity(torch.empty(0), torch.empty(0, device=device)):
+    if not keeps_identity(torch.empty(0, device="cpu"), torch.empty(0, device=device)):
         for p in model.parameters():  # _apply would make new ones, and the optimizer would step the old ones
             if id(p) not in staying:
                 moved = nn.Parameter(p.detach().to(device), p.requires_grad)

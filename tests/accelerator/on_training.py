@@ -151,6 +151,15 @@ def test_many_orders(name: str, resident: dict[Any, Any]) -> None:
     check(mode, way, range(2, 12), resident)
 
 
+@pytest.mark.parametrize("mode", ["dense", "compact"])
+def test_default_device(mode: str) -> None:
+    """What has to be on the host is there, whatever device tensors are made on by default."""
+    with torch.device(DEVICE):
+        expected = streamed(mode, None, 0)
+        for way in ("plain", "activations on the host"):
+            assert same(streamed(mode, STREAMS[way], 1), expected), way
+
+
 def rounded(options: dict[str, Any] | None, seed: int) -> tuple[Any, ...]:
     standin.seed_order(seed)
     offload = None if options is None else Offload(masters=False, **options)

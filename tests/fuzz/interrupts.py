@@ -47,6 +47,7 @@ class Case(NamedTuple):
         offload: the optimizer's.
         stream: what ``grass.stream`` takes; ``None``: the model is resident.
         files: whether frozen tensors of the streamed model lie in files.
+        device: computes.
     """
 
     mode: str
@@ -54,6 +55,7 @@ class Case(NamedTuple):
     offload: Offload | None = None
     stream: dict[str, Any] | None = None
     files: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
         where = [] if self.offload is None else [f"offload {self.offload.fraction:g}"]
@@ -96,6 +98,8 @@ class Loop:
         self.case = case
         torch.manual_seed(0)
         self.model = Network(2 if case.stream is None else 4)
+        if case.stream is None:
+            self.model.to(case.device)
         options: dict[str, Any] = {"lr": 1e-2, "offload": case.offload}
         choice = {"update_interval": 2, "selection": "multinomial_norm"}
         if case.mode == "full":
@@ -114,11 +118,11 @@ class Loop:
         if case.stream is not None:
             self.directory = tempfile.TemporaryDirectory() if case.files else None
             path = None if self.directory is None else self.directory.name
-            self.stream = grass.stream(self.model, "cpu", **case.stream, offload=grass.Offload(path=path))
+            self.stream = grass.stream(self.model, case.device, **case.stream, offload=grass.Offload(path=path))
         self.loss: Any = None
 
     def forward(self, number: int) -> Tensor:
-        ids = torch.randint(16, (2, 4), generator=torch.Generator().manual_seed(number))
+        ids = torch.randint(16, (2, 4), generator=torch.Generator().manual_seed(number)).to(self.case.device)
         self.loss = nn.functional.cross_entropy(self.model(ids).float().flatten(0, 1), ids.roll(1).flatten())
         return self.loss
 

@@ -152,7 +152,7 @@ def _computes_rms(module: nn.Module, weight: Tensor, eps: float) -> bool:
     """Whether a module's output is ``w x / sqrt(mean(x^2) + eps)``, tried on random values."""
     if weight.is_meta:
         return True
-    x = torch.randn(2, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
+    x = torch.randn(2, len(weight), generator=torch.Generator().manual_seed(0), device="cpu").to(weight)
     expected = weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
     try:
         return torch.allclose(module(x), expected, rtol=1e-2, atol=1e-3)
