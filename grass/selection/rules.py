@@ -188,7 +188,7 @@ def _draw_without_replacement(weights: Tensor, rank: int, generator: torch.Gener
 def _in_turn(size: int, rank: int, turn: int, generator: torch.Generator | None, experts: int) -> Selection:
     """Part number ``turn`` of a random order of ``size`` rows, of each expert."""
     part = slice(turn * rank, (turn + 1) * rank)
-    orders = [torch.randperm(size, generator=generator) for _ in range(experts)]
+    orders = [torch.randperm(size, generator=generator, device="cpu") for _ in range(experts)]
     return Selection(torch.cat([order[part].sort().values + i * size for i, order in enumerate(orders)]))
 
 
