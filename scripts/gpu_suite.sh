@@ -6,7 +6,7 @@
 #                                     # (on the CPU where that cannot be built; 13b in 24 GB always)
 #
 # CSVs go to ${OUT:-benchmarks/gpu}, each with GPU, torch, triton and commit. Needs a Python ($PYTHON, python3) with torch,
-# triton, transformers, pandas, scipy, pytest and hypothesis, nothing installed from here and no network.
+# triton, transformers, accelerate, pandas, scipy, pytest and hypothesis, nothing installed from here and no network.
 set -uo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 out="${OUT:-$root/benchmarks/gpu}"
@@ -18,7 +18,7 @@ export GRASS_COMMIT="${GRASS_COMMIT:-$(git -C "$root" rev-parse --short HEAD 2>/
 from importlib.util import find_spec
 from sys import executable
 
-needed = ["torch", "triton", "transformers", "pandas", "scipy", "pytest", "hypothesis"]
+needed = ["torch", "triton", "transformers", "accelerate", "pandas", "scipy", "pytest", "hypothesis"]
 if missing := [name for name in needed if find_spec(name) is None]:
     raise SystemExit(f"{executable} lacks {', '.join(missing)}: pip install {' '.join(missing)}")
 from importlib.metadata import version
