@@ -102,7 +102,7 @@ def _fake_tensors() -> Iterator[None]:
     """
     dynamic_map.cache_clear()
 
-    def every(grad: Tensor) -> list[int]:
+    def every(grad: Tensor, like: Tensor) -> list[int]:
         return list(range(len(grad)))
 
     try:
