@@ -2,8 +2,8 @@
 # Everything that needs a GPU, in one command and under ten minutes on an H200:
 #
 #     scripts/gpu_suite.sh            # all tests marked `gpu`, all kernel benchmarks, 1b training steps, offload, streaming, 13b in 24 GB
-#     scripts/gpu_suite.sh --smoke    # the same scripts, tiny: kernels in Triton's interpreter, steps on the tests' stand-in accelerator
-#                                     # (on the CPU where that cannot be built; 13b in 24 GB always)
+#     scripts/gpu_suite.sh --smoke    # the same scripts, tiny: kernels in Triton's interpreter, all else on the tests' stand-in accelerator
+#                                     # (on the CPU where that cannot be built)
 #
 # CSVs go to ${OUT:-benchmarks/gpu}, each with GPU, torch, triton and commit. Needs a Python ($PYTHON, python3) with torch,
 # triton, transformers, accelerate, pandas, scipy, pytest and hypothesis, nothing installed from here and no network.

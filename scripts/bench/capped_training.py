@@ -1,11 +1,12 @@
 """LLaMA 13B and 7B training within a capped part of a GPU's memory: 20 steps with a refresh inside and falling loss.
 
     python scripts/bench/capped_training.py --out benchmarks/gpu      # 13B in 40 and 24 GB, 7B in 24 and 12 GB
-    python scripts/bench/capped_training.py --smoke                   # the same with a tiny model on the CPU, no cap
+    python scripts/bench/capped_training.py --smoke                   # tiny, on the tests' stand-in accelerator
 
 ``torch.cuda.set_per_process_memory_fraction`` makes every allocation beyond the cap fail as on a smaller card; GB are
-10^9 bytes. The CSV puts the peak beside the planner's. A loss that does not fall, or a peak that is more than 5% off
-the plan, ends with an error. Tokens are the bytes of the Python standard library under a vocabulary of 32,000.
+10^9 bytes. With ``--smoke`` the cap is a tenth above the planned peak; the CPU, where there is no stand-in, has none.
+The CSV puts the peak beside the planner's. A loss that does not fall, or a peak that is more than 5% off the plan, ends
+with an error. Tokens are the bytes of the Python standard library under a vocabulary of 32,000.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +27,7 @@ import pandas as pd
 import torch
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
-from harness import machine
+from harness import machine, step_device
 
 from grass.command_line import ArgumentParser
 from grass.memory import Architecture, Setting, parse_bytes, plan
@@ -58,19 +61,35 @@ CASES = {
 }
 
 
+@contextmanager
+def capped(device: str, nbytes: int) -> Iterator[None]:
+    """Let allocations beyond so many bytes fail; the CPU's do not."""
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(nbytes / torch.cuda.get_device_properties(0).total_memory)
+    if device != "standin":
+        yield
+        return
+    from tests.accelerator import standin
+
+    with standin.budget(nbytes):
+        yield
+
+
 def run(case: Case, seq_len: int, device: str) -> dict[str, object]:
     """Train 20 steps under the cap; what came of it."""
-    cap, cuda = parse_bytes(case.cap), device == "cuda"
-    if cuda:
-        torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(0).total_memory)
-        torch.cuda.reset_peak_memory_stats()
+    accelerated = device != "cpu"
+    if accelerated:
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
     batches = load_data(DataConfig(batch_size=1, seq_len=seq_len)).train
     setting = Setting(rank=case.rank, seq_len=seq_len, state_policy="keep", moment_dtype=case.moments)
     config = llama_config(case.model, vocab_size=32_000, max_seq_len=seq_len)
-    begin = time.perf_counter()
-    losses = train(case, config, setting, batches, device)
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
     planned = plan("Grass int8" if case.weights else "Grass", Architecture.from_config(config), setting)
+    cap = parse_bytes(case.cap) if device == "cuda" else int(planned.peak * (1 + 2 * TOLERANCE))
+    begin = time.perf_counter()
+    with capped(device, cap):
+        losses = train(case, config, setting, batches, device)
+    peak = torch.accelerator.max_memory_allocated() if accelerated else 0
     return {
         **vars(case),
         "seq_len": seq_len,
@@ -80,7 +99,8 @@ def run(case: Case, seq_len: int, device: str) -> dict[str, object]:
         "last_loss": losses[-1],
         "seconds": time.perf_counter() - begin,
         "peak_bytes": peak,
-        "reserved_bytes": torch.cuda.max_memory_reserved() if cuda else 0,
+        "reserved_bytes": torch.accelerator.max_memory_reserved() if accelerated else 0,
+        "cap_bytes": cap,
         "planned_peak_bytes": planned.peak,
         "planned_total_bytes": planned.total,
         "peak_over_planned": peak / planned.peak,
@@ -126,12 +146,12 @@ def train(case: Case, config: object, setting: Setting, batches: Batches, device
     return losses
 
 
-def complaints(row: dict[str, object], cuda: bool) -> list[str]:
+def complaints(row: dict[str, object], accelerated: bool) -> list[str]:
     """What is not as it should be."""
     found = []
     if not row["last_loss"] < row["first_loss"]:
         found.append(f"the loss went from {row['first_loss']:.3f} to {row['last_loss']:.3f}")
-    if cuda and abs(row["peak_over_planned"] - 1) > TOLERANCE:
+    if accelerated and abs(row["peak_over_planned"] - 1) > TOLERANCE:
         found.append(f"the peak is {row['peak_over_planned']:.3f} of the plan")
     return [f"{row['model']} in {row['cap']}: {what}" for what in found]
 
@@ -144,21 +164,19 @@ def main() -> None:
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
         raise SystemExit("needs a CUDA GPU, or --smoke")
-    rows, wrong = [], []
+    device, rows, wrong = step_device() if args.smoke else "cuda", [], []
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.cases:
         case = CASES[name]
-        row = run(replace(case, model="1m", rank=16), 32, "cpu") if args.smoke else run(case, 2048, "cuda")
+        row = run(replace(case, model="1m", rank=16) if args.smoke else case, 32 if args.smoke else 2048, device)
         rows.append(row | machine())
-        wrong += complaints(row, cuda=not args.smoke)
+        wrong += complaints(row, accelerated=device != "cpu")
         print(
             f"{name}: loss {row['first_loss']:.3f} to {row['last_loss']:.3f}, peak {row['peak_bytes']:,} bytes",
             flush=True,
         )
         pd.DataFrame(rows).to_csv(args.out / "capped_training.csv", index=False, float_format="%.5g")
         gc.collect()
-        if not args.smoke:
-            torch.cuda.empty_cache()
     if wrong:
         raise SystemExit("\n".join(wrong))
 

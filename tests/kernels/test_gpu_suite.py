@@ -51,6 +51,10 @@ def test_smoke(tmp_path) -> None:
     offload = pd.read_csv(tmp_path / "offload.csv", index_col="contestant")
     assert not offload.clipped["AdamW, torchao CPUOffloadOptimizer"]
     assert (pd.read_csv(tmp_path / "offload_machine.csv").host_rate > 0).all()
+    capped = pd.read_csv(tmp_path / "capped_training.csv")
+    assert (
+        why_not() is not None or (capped.peak_bytes.between(0.95 * capped.planned_peak_bytes, capped.cap_bytes)).all()
+    )
 
 
 def test_says_at_once_what_python_lacks(tmp_path) -> None:
@@ -62,7 +66,10 @@ def test_says_at_once_what_python_lacks(tmp_path) -> None:
     command = ["bash", str(ROOT / "scripts/gpu_suite.sh"), "--smoke"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert "lacks torch, triton, transformers, pandas, scipy, pytest, hypothesis: pip install torch" in result.stderr
+    assert (
+        "lacks torch, triton, transformers, accelerate, pandas, scipy, pytest, hypothesis: pip install torch"
+        in result.stderr
+    )
     assert not list((tmp_path / "out").iterdir())
 
 

@@ -18,16 +18,16 @@ def test_trains_through_refreshes_with_falling_loss(name):
     row = script["run"](case, 32, "cpu")
     assert (row["steps"], row["refreshes"]) == (20, 2)
     assert row["last_loss"] < 0.9 * row["first_loss"]
-    assert script["complaints"](row, cuda=False) == []
+    assert script["complaints"](row, accelerated=False) == []
 
 
 def test_what_is_complained_of():
     row = {"model": "13b", "cap": "40GB", "first_loss": 5.0, "last_loss": 5.5, "peak_over_planned": 1.06}
-    assert script["complaints"](row, cuda=True) == [
+    assert script["complaints"](row, accelerated=True) == [
         "13b in 40GB: the loss went from 5.000 to 5.500",
         "13b in 40GB: the peak is 1.060 of the plan",
     ]
-    assert len(script["complaints"](row, cuda=False)) == 1
+    assert len(script["complaints"](row, accelerated=False)) == 1
 
 
 def test_every_case_is_planned_to_fit():
