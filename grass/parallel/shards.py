@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -78,8 +79,12 @@ def is_tensor_parallel(module: Any) -> bool:
 
 
 def row_norms(grad: Tensor, dim: int) -> Tensor:
-    """Norms of the rows (``dim=1``: columns) of a gradient ``(m, n)``; every rank gets all of them."""
-    norms: Tensor = kernels.row_norms(local(grad), dim)
+    """Norms of the rows (``dim=1``: columns) of a gradient ``(m, n)``; every rank gets all of them.
+
+    Of experts, ``(E, m, n)``, those of one after another.
+    """
+    own = local(grad)
+    norms = torch.cat([kernels.row_norms(e, dim) for e in own]) if own.ndim > 2 else kernels.row_norms(own, dim)
     return norms if type(grad) is Tensor else summed(norms.square(), grad).sqrt()
 
 

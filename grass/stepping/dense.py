@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grass.options import as_matrix
-from grass.parallel.shards import check_shards, local, row_norms, summed
+from grass.parallel.shards import check_shards, local, row_norms
 from grass.selection.exploration import auto_scale, draw_explored, reach, turns
 from grass.selection.rules import needs_norms
 from grass.state.bank_exchange import BankExchange
@@ -74,10 +74,7 @@ def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: Ban
 def _norms(step: GroupStep, grad: Tensor, dim: int) -> Tensor:
     """Row norms. A rule that does not read them gets ones, unless ``lr`` is 0: zeros may then mean no update."""
     if needs_norms(step.options.selection) or not step.lr:
-        if step.options.is_batch(grad):
-            norms = torch.cat([row_norms(own, dim) for own in local(grad)])
-            return norms if type(grad) is Tensor else summed(norms.square(), grad).sqrt()
-        return row_norms(as_matrix(grad), dim)
+        return row_norms(grad if step.options.is_batch(grad) else as_matrix(grad), dim)
     size = step.options.matrix_of(grad).shape[dim]
     if step.options.is_batch(grad):
         return norms_of_experts(have_tokens(local(grad), grad), size)

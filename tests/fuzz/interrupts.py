@@ -285,12 +285,14 @@ def _outcome(loop: Loop, references: References) -> tuple[str, str]:
     return (MIXED, "") if near else (WRONG, "weights are far off")
 
 
-def outcomes(case: Case, every: int = 1) -> tuple[Counter[str], list[str]]:
-    """Interrupt a case at every line, or every few; counts the outcomes, and tells of those that are not exact."""
+def outcomes(case: Case, times: int | None = None) -> tuple[Counter[str], list[str]]:
+    """Interrupt a case at every line, or about so many; counts the outcomes, and tells of those that are not exact."""
     references = References(case)
+    numbers = references.numbers()
+    every = 1 if times is None else max(1, len(numbers) // times)
     counts: Counter[str] = Counter()
     seen = []
-    for number in references.numbers()[::every]:
+    for number in numbers[::every]:
         outcome, what = attempt(case, number, references)
         counts[outcome] += 1
         if outcome != EXACT:

@@ -6,11 +6,11 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import given, settings
 from torch import Tensor
 
 from tests.distributed.test_experts import go_on, made, values_of
+from tests.distributed.training import assert_close
 from tests.distributed.world import run_world
 
 STEPS = range(7)
@@ -40,5 +40,4 @@ def test_sharded_experts(setting: dict[str, Any]) -> None:
     model, optimizer = made(**setting, shard=False)
     go_on(model, optimizer, STEPS, None)
     for found in run_world(trained, 2, setting):
-        for name, value in values_of(model).items():
-            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)  # as tests.distributed.training says
+        assert_close(found, values_of(model))
