@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.strata import share
+from grass.compact_mode.strata import share, sharers
 from grass.options import explored_count, is_batch, is_projected, resolve_dim, resolve_rank, validate
 from grass.parallel.shards import check_shards, is_wrapper
 from grass.selection.exploration import resolve_explore
@@ -115,13 +115,13 @@ def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
 
 
 def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:
-    if layer.experts > 1:
+    if layer.is_batch:
         _check_experts(group)
     size = layer.shape[layer.dim] // layer.experts
     selected, count = (rows // layer.experts for rows in layer.counts())
     if group["replacement"]:
         raise ValueError("Compact mode takes replacement=False: active rows are neither scaled nor repeated")
-    rank, explore = (share(name, group[name], layer.strata) for name in ("rank", "explore"))
+    rank, explore = (share(name, group[name], sharers(layer, layer.strata)) for name in ("rank", "explore"))
     if rank is not None and resolve_rank(rank, size) != selected:
         raise ValueError(
             f"Invalid {rank=}: must be None or {selected}, which grass.compact() gave the layers already; "

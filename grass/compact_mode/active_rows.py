@@ -30,6 +30,7 @@ class ActiveRows(nn.Module):
     label: str = ""
     selections: int = 0
     experts = 1  # matrices that the weight consists of (grass.compact_mode.experts)
+    is_batch = False  # whether they are experts, which rest without tokens
     strata = 1  # parts of the weight that ranks select rows of by themselves (grass.compact_mode.strata)
     stratum = 0  # this rank's part
     stores_transposed = False
@@ -107,7 +108,7 @@ class ActiveRows(nn.Module):
 
     def place(self, position: int) -> int:
         """What stands for a parameter's place in random keys, so that strata draw different rows."""
-        return position + (self.stratum << 24)
+        return position + (self.stratum * self.experts << 24)
 
     def as_parameter(self, rows: Tensor) -> nn.Parameter:
         """Values of active rows as the parameter that trains."""

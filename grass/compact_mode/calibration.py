@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.refresh_cycle import gathered_norms
 from grass.parallel.ranks import Ranks
+from grass.selection.draws import draw_generator
 from grass.selection.exploration import draw_explored
 from grass.selection.rules import select_rows
 
@@ -33,11 +34,13 @@ def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
         norms = gathered_norms(layers, Ranks.of(None))
     for layer, layer_norms in zip(layers, norms, strict=True):
         if layer_norms.any():
-            layer.select(select_rows(layer_norms, layer.rank).indices)
+            generator = draw_generator(*layer.first_draw)  # for experts without tokens
+            layer.select(select_rows(layer_norms, layer.rank, generator=generator, experts=layer.experts).indices)
             layer.explore(_first_explored(layer))
 
 
 def _first_explored(layer: CompactLayer) -> Tensor:
     """The rows that a layer explores in its first step."""
     seed, place = layer.first_draw
-    return draw_explored(layer.selected, layer.shape[layer.dim], layer.explored.numel(), seed, place, 0)
+    sizes = layer.shape[layer.dim], layer.explored.numel()
+    return draw_explored(layer.selected, *sizes, seed, place, 0, layer.experts)

@@ -45,8 +45,8 @@ def compact(
     """Convert linear layers in place: freeze their weights and make the selected rows of each a parameter.
 
     Call it before the optimizer is built and before DDP, ``fully_shard`` or ``torch.compile``, and after
-    ``parallelize_module`` (:mod:`grass.compact_mode.tensor_parallel`). Then ``layer.active``
-    trains: ``r`` selected rows with optimizer state and ``q`` explored rows without
+    ``parallelize_module`` (:mod:`grass.compact_mode.tensor_parallel`, :mod:`grass.compact_mode.expert_parallel`). Then
+    ``layer.active`` trains: ``r`` selected rows with optimizer state and ``q`` explored rows without
     (:mod:`grass.selection.exploration`). Its shape is ``(r + q, n)`` for ``dim=0`` and ``(m, r + q)`` for ``dim=1``.
     The gradient of the full weight is never formed. ``model.state_dict()`` stays that of the plain model. The first
     rows are drawn uniformly with ``seed``. One line reports the share of the parameters that is converted and the
@@ -79,7 +79,7 @@ def compact(
     Raises:
         ValueError: nothing matches or nothing can be converted; rank and explore exceed a dimension; a layer is
             converted already with other values; ``parallelize_module`` has placed a weight otherwise than as ``Shard``
-            over one dimension of a mesh. The model is then as it was.
+            over one dimension of a mesh, of experts otherwise than as ``Shard(0)``. The model is then as it was.
         RuntimeError: DDP has wrapped the model, or ``fully_shard`` has sharded it.
     """
     if not isinstance(model, nn.Module):

@@ -13,6 +13,7 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.synced_rows import copy_parameters_last
 from grass.compact_mode.transformers_experts import restore, use_active_rows
 from grass.coverage import EXPERT_ROWS
+from grass.parallel.shards import is_sharded
 from grass.targets import Targets, expert_weights, matched_experts
 
 logger = logging.getLogger("grass")
@@ -22,7 +23,6 @@ def experts_to_convert(
     model: nn.Module, targets: Targets, exclude: Targets, dim: int, weights: str | None
 ) -> dict[str, ExpertRows]:
     """The active rows of matched experts by the name of the weight; new ones are not part of the model yet."""
-    cls = Int8ExpertRows if weights == "int8" else ExpertRows
     found = {}
     for name in matched_experts(model, targets, exclude):
         module, weight = _split(model, name)
@@ -31,8 +31,21 @@ def experts_to_convert(
         if rows is None and not parameter.requires_grad:
             logger.warning("Grass passes over %r: it is frozen", name)
             continue
-        found[name] = rows or cls(parameter, dim, expert_weights(module)[weight])
+        if rows is None:
+            cls = _class_for(model, name, parameter, weights)
+            rows = cls(parameter, dim, expert_weights(module)[weight])
+        found[name] = rows
     return found
+
+
+def _class_for(model: nn.Module, name: str, weight: Any, weights: str | None) -> type[ExpertRows]:
+    """The class of active rows of a weight that is not converted, after checks of how ranks divide it."""
+    if is_sharded(weight):
+        from grass.compact_mode.expert_parallel import ExpertParallelRows, check_divided  # torch.distributed is there
+
+        check_divided(model, name, weight)
+        return ExpertParallelRows
+    return Int8ExpertRows if weights == "int8" else ExpertRows
 
 
 def is_converted(layer: CompactLayer) -> bool:

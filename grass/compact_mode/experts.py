@@ -24,7 +24,7 @@ from grass.compact_mode.grouped import experts_of_tokens, grouped_inner_product,
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.linear_function import differentiable_once
 from grass.coverage import EXPERT_ROWS
-from grass.parallel.shards import local
+from grass.parallel.shards import is_sharded, local
 from grass.selection.exploration import first_rows
 from grass.selection.projector import Projector
 from grass.targets import expert_weights
@@ -34,11 +34,12 @@ class ExpertRows(CompactLayer):
     """The active rows of one weight of a module of experts. :func:`grass.compact` makes it.
 
     Attributes:
-        experts: how many, ``E``.
+        experts: how many, ``E``; of divided ones those of this rank.
         transposed: whether the weight is stored as ``(E, n, m)``, inputs first.
     """
 
     transposed: bool
+    is_batch = True
     holds_weight = False
     """Whether the weight is a parameter of this module and not of the module of experts."""
 
@@ -46,7 +47,7 @@ class ExpertRows(CompactLayer):
         super().__init__()
         self.weight, self.dim, self.transposed = weight, dim, transposed
         self.bias = None
-        self.experts = weight.shape[0]
+        self.experts = local(weight).shape[0]
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> ExpertRows | None:
@@ -112,11 +113,15 @@ class ExpertRows(CompactLayer):
 
     def store(self, matrix: Tensor) -> None:
         """Store the weight without gaps; the values of ``matrix`` are its own."""
-        self.weight.data = self.stored().contiguous()
+        self.keep(self.stored())
 
     def set_matrix(self, matrix: Tensor) -> None:
         """Make the values of a matrix of all experts the weight's."""
-        self.weight.data = self.as_stored(matrix).contiguous()
+        self.keep(self.as_stored(matrix))
+
+    def keep(self, weight: Tensor) -> None:
+        """Make values in the weight's layout its storage, without gaps."""
+        self.weight.data = weight.contiguous()
 
     def as_stored(self, matrix: Tensor) -> Tensor:
         """A matrix of all experts as ``(E, m, n)`` or ``(E, n, m)``: the inverse of :meth:`as_matrix`."""
@@ -147,7 +152,7 @@ class ExpertRows(CompactLayer):
         x, weight, scale = x.to(self.precision(x)).contiguous(), local(self.weight.detach()), self.scale()
         if not torch.is_grad_enabled():
             return grouped_product(x, self.matrices(weight, scale, x.dtype), ends)
-        y: Tensor = _ExpertFunction.apply(x, weight, scale, ends, self.active, self, self.sketch, self.signs)  # type: ignore[no-untyped-call]
+        y: Tensor = _ExpertFunction.apply(x, weight, scale, ends, local(self.active), self, self.sketch, self.signs)  # type: ignore[no-untyped-call]
         return y
 
     def chosen_of_each(self) -> Tensor:
@@ -244,6 +249,8 @@ def expert_linear(module: nn.Module, name: str, x: Tensor, ends: Tensor | None =
 
     :func:`grass.compact` and :func:`grass.param_groups` then take the weights like linear layers.
 
+    Where ranks divide the experts, those of this rank compute: ``E`` is their number.
+
     Args:
         module: has the weight.
         name: of the weight, ``(E, m, n)``.
@@ -255,14 +262,15 @@ def expert_linear(module: nn.Module, name: str, x: Tensor, ends: Tensor | None =
 
     Raises:
         ValueError: the module does not name the weight, or shapes do not fit.
+        TypeError: converted experts were divided among ranks after the conversion.
     """
     named = expert_weights(module)
     if name not in named:
         raise ValueError(
             f"Invalid {name=}: {type(module).__name__} names {', '.join(named) or 'no'} weights of experts"
         )
-    rows = ExpertRows.of(module, name)
-    experts = module._parameters[name].shape[0] if rows is None else rows.experts  # type: ignore[union-attr]
+    rows = _rows_in_forward(module, name)
+    experts = local(module._parameters[name]).shape[0] if rows is None else rows.experts  # type: ignore[arg-type]
     if (x.ndim == 3) != (ends is None) or x.ndim not in (2, 3):
         raise ValueError(f"x must be (t, n) with ends, or (E, t, n) without: got shape {tuple(x.shape)}")
     if ends is None:
@@ -280,17 +288,28 @@ def expert_linear(module: nn.Module, name: str, x: Tensor, ends: Tensor | None =
 
 def expert_product(module: nn.Module, name: str, x: Tensor, ends: Tensor) -> Tensor:
     """:func:`expert_linear` of tokens ``(t, n)`` that are known to fit."""
-    rows = ExpertRows.of(module, name)
+    rows = _rows_in_forward(module, name)
     if rows is not None:
         product: Tensor = rows(x, ends)
         return product
-    weight: Any = module._parameters[name]
+    weight = local(module._parameters[name])  # type: ignore[arg-type]
     x, stored_transposed = x.to(weight.dtype), expert_weights(module)[name]
     matrices = weight if stored_transposed else weight.transpose(1, 2)
     limits = [0, *ends.tolist()]
     every = [x[a:b] @ matrix for matrix, (a, b) in zip(matrices, pairwise(limits), strict=True)]
     behind = x.new_zeros(x.shape[0] - limits[-1], matrices.shape[2], dtype=every[0].dtype)
     return torch.cat([*every, behind])
+
+
+def _rows_in_forward(module: nn.Module, name: str) -> ExpertRows | None:
+    """The active rows of a module's weight, which must be here as they were converted."""
+    rows = ExpertRows.of(module, name)
+    if rows is not None and is_sharded(rows.weight) and rows.divided_by is None:
+        raise TypeError(
+            f"The weight of {rows.label!r} is a DTensor in forward: call parallelize_module before grass.compact(), "
+            "and after fully_shard the module that it was given"
+        )
+    return rows
 
 
 def _check_ends(ends: Tensor, tokens: int) -> None:

@@ -25,7 +25,15 @@ from grass.parallel.shards import check_shards, is_sharded, local
 from grass.selection.draws import sketch_generator
 from grass.selection.exploration import draw_explored, draw_key
 from grass.selection.rules import needs_norms
-from grass.state.refresh import Carry, have_tokens, norms_of_experts, of_each, refresh, refresh_due
+from grass.state.refresh import (
+    Carry,
+    have_tokens,
+    is_informative,
+    norms_of_experts,
+    of_each,
+    refresh,
+    refresh_due,
+)
 from grass.state.schema import State, shared_steps
 
 NEW: State = {"step": 0, "refresh_step": 0, "refreshes": 1}
@@ -49,7 +57,7 @@ class Trained(NamedTuple):
 
     def seen(self) -> Tensor:
         """bool ``(experts,)``: which experts had tokens, by the gradient of their selected rows."""
-        if self.grad is None or self.layer.experts == 1:
+        if self.grad is None or not self.layer.is_batch:
             return torch.ones(self.layer.experts, dtype=torch.bool, device=self.layer.active.device)
         rows = self.layer.selected_part(local(self.grad))
         return have_tokens(of_each(rows, self.layer.dim, self.layer.experts), self.grad)
@@ -70,7 +78,7 @@ def check_sharding(layer: CompactLayer) -> None:
     if layer.weights and is_sharded(layer.active):
         raise ValueError(f"weights={layer.weights!r} cannot be sharded: their scales belong to whole rows")
     if layer.strata == 1:
-        check_shards(layer.weight, layer.weight_axis(layer.dim), "weight", batch=layer.experts > 1)
+        check_shards(layer.weight, layer.weight_axis(layer.dim), "weight", batch=layer.is_batch)
     check_shards(layer.of_stratum(layer.active), layer.dim, "active")
 
 
@@ -121,8 +129,8 @@ def advance(every: list[Trained], options: Options, ranks: Ranks, carry_of: Call
         item.layer.before_change()
     due = [item for item in every if refresh_due(item.state, options)]
     norms = _norms_for(due, options, ranks)
-    for item, layer_norms in zip(due, norms, strict=True):
-        _choose_rows(item, layer_norms, carry_of(item), options)
+    for item, layer_norms, informative in zip(due, norms, _informative(due, norms, ranks), strict=True):
+        _choose_rows(item, layer_norms, informative, carry_of(item), options)
     _explore_other_rows(every, options)
     for layer, state, *_ in every:
         layer.mark_synced()
@@ -172,10 +180,21 @@ def _norms_for(every: list[Trained], options: Options, ranks: Ranks) -> list[Ten
     return [norms_of_experts(item.seen(), item.layer.shape[item.layer.dim]) for item in every]
 
 
-def _choose_rows(item: Trained, norms: Tensor, carry: Carry, options: Options) -> None:
+def _informative(every: list[Trained], norms: list[Tensor], ranks: Ranks) -> list[bool | None]:
+    """Whether norms decide the selection of each layer; ``None`` where :func:`refresh` finds out.
+
+    Of experts that ranks divide, those of any rank decide: all ranks must count the same refreshes.
+    """
+    divided = [item.layer.is_batch and item.layer.strata > 1 for item in every]
+    own = [is_informative(each) for each, asks in zip(norms, divided, strict=True) if asks]
+    found = iter(ranks.any_of_each(own, norms[0].device) if own else [])
+    return [next(found) if asks else None for asks in divided]
+
+
+def _choose_rows(item: Trained, norms: Tensor, informative: bool | None, carry: Carry, options: Options) -> None:
     """Select the rows that train from the next step on."""
     layer, state, position, _ = item
-    refresh(state, carry, norms, layer.dim, layer.rank, options, position, layer.experts)
+    refresh(state, carry, norms, layer.dim, layer.rank, options, position, layer.experts, informative=informative)
     if "row_scale" in state:
         raise ValueError(f"selection={options.selection!r} scales or repeats rows: not for compact mode")
     state["indices"] = state["indices"].to(layer.chosen.device)

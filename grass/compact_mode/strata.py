@@ -1,8 +1,9 @@
 """Strata: parts of a weight that ranks select rows of by themselves.
 
-Tensor parallelism along the selected dimension has them (:mod:`grass.compact_mode.tensor_parallel`). A class of linear
-layers that is divided otherwise says so by attributes: ``divided_by``, what divides it, for messages; ``strata``, how
-many there are; ``selected_dims``, the ``dim`` that it takes.
+Tensor parallelism along the selected dimension has them (:mod:`grass.compact_mode.tensor_parallel`), and so does expert
+parallelism, of whole experts (:mod:`grass.compact_mode.expert_parallel`). A class of linear layers that is divided
+otherwise says so by attributes: ``divided_by``, what divides it, for messages; ``strata``, how many there are;
+``selected_dims``, the ``dim`` that it takes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ def of_stratum(layer: Any, rank: Any, explore: Given, dim: int, weights: str | N
         raise ValueError(f"Invalid {dim=}: layers that {by} divides take dim={layer.selected_dims[0]}")
     if by is not None and weights is not None:
         raise ValueError(f"Invalid {weights=}: layers that {by} divides take weights=None")
-    return share("rank", rank, strata), share("explore", explore, strata)
+    parts = sharers(layer, strata)
+    return share("rank", rank, parts), share("explore", explore, parts)
+
+
+def sharers(layer: Any, strata: int) -> int:
+    """How many strata share ``rank`` and ``explore``: one of experts has these numbers of each expert."""
+    return 1 if getattr(layer, "is_batch", False) else strata
 
 
 def share(name: str, value: Given, strata: int) -> Given:

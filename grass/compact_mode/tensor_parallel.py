@@ -21,39 +21,29 @@ What Grass selects is either whole on no rank or divided among them:
   selects ``r / p`` columns and explores ``q / p`` by draws of its own.
 
 A sketch for rules by norm is averaged over all ranks as that of the whole weight: each adds ``p`` times its part.
-
-``fully_shard`` may follow, over another dimension of the mesh; the ranks of tensor parallelism are then the last one.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from grass.compact_mode.divided import DividedLayer
 from grass.compact_mode.layer import CompactLinear
-from grass.compact_mode.strata import TENSOR_PARALLELISM, strata_of
-from grass.compact_mode.stratum_state import Strata
-from grass.parallel.shards import local, shard_dim
-from grass.state.schema import State
+from grass.compact_mode.strata import TENSOR_PARALLELISM
+from grass.parallel.shards import shard_dim
 
 
-class TensorParallelLinear(CompactLinear):
-    """A converted ``nn.Linear`` that ``parallelize_module`` has divided; ``chosen`` and ``rank`` are of its stratum."""
+class TensorParallelLinear(DividedLayer, CompactLinear):
+    """A converted ``nn.Linear`` that ``parallelize_module`` has divided."""
 
     divided_by = TENSOR_PARALLELISM
 
-    @property
-    def strata(self) -> int:  # type: ignore[override]
-        """Into how many parts the ranks divide what is selected."""
-        return strata_of(self, self.dim)
-
-    @property
-    def stratum(self) -> int:  # type: ignore[override]
-        """Which of them is this rank's."""
-        return self._place if self.strata > 1 else 0
+    def row_placement(self) -> Placement:
+        """As the weight is divided."""
+        placement: Placement = self.weight.placements[-1]
+        return placement
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -61,48 +51,13 @@ class TensorParallelLinear(CompactLinear):
         m, n = self.weight.shape
         return (m // self.strata, n) if self.dim == 0 else (m, n // self.strata)
 
-    @property
-    def _ranks(self) -> int:
-        """``p``."""
-        return int(self.weight.device_mesh.shape[-1])
-
-    @property
-    def _place(self) -> int:
-        """This rank's, of ``p``."""
-        return int(self.weight.device_mesh.get_coordinate()[-1])
-
     def set_matrix(self, matrix: Tensor) -> None:
         """Make this rank's part of the weight its storage."""
         self.weight.data = self._placed(matrix)
 
-    def as_parameter(self, rows: Tensor) -> nn.Parameter:
-        """This rank's part of the active rows as a parameter that is divided as the weight is."""
-        return nn.Parameter(self._placed(rows))
-
-    def of_stratum(self, tensor: Tensor) -> Tensor:
-        """The stratum's part of the parameter or its gradient, sharded as FSDP2 shards it."""
-        if self.strata == 1:
-            return tensor
-        mesh = tensor.device_mesh  # type: ignore[attr-defined]
-        if mesh.ndim == 1:
-            return local(tensor)
-        data, placements = mesh[mesh.mesh_dim_names[:-1]], tensor.placements[:-1]  # type: ignore[attr-defined]
-        sizes = self._rows_shape()
-        own: Any = local(tensor)
-        return DTensor.from_local(own, data, placements, run_check=False, shape=sizes, stride=(sizes[1], 1))
-
     def rows_of_stratum(self, whole: Tensor) -> Tensor:
         """The stratum's part of a vector over all rows."""
         return whole.chunk(self.strata)[self.stratum]
-
-    def saved_state(self, state: State) -> State:
-        """:meth:`grass.compact_mode.stratum_state.Strata.saved_state`."""
-        active = self.selected_part(self.rows()) if "active" in state else None
-        return self._strata().saved_state(state, active)
-
-    def held_state(self, state: State) -> State:
-        """:meth:`grass.compact_mode.stratum_state.Strata.held_state`."""
-        return self._strata().held_state(state)
 
     def begin_sketch(self, signs: Tensor | None) -> None:
         """As :meth:`CompactLayer.begin_sketch`; this rank has the signs of its part of the other dimension."""
@@ -155,21 +110,6 @@ class TensorParallelLinear(CompactLinear):
             return own
         shared: Tensor = _Share.apply(own, self._ranks)  # type: ignore[no-untyped-call]
         return shared
-
-    def _placed(self, part: Tensor) -> DTensor:
-        """The ``DTensor`` that has ``part`` as this rank's part, divided as the weight is."""
-        return DTensor.from_local(part, self.weight.device_mesh, self.weight.placements, run_check=False)
-
-    def _rows_shape(self) -> torch.Size:
-        """The shape of the stratum's active rows."""
-        sizes = list(self.shape)
-        sizes[self.dim] = self.chosen.shape[0]
-        return torch.Size(sizes)
-
-    def _strata(self) -> Strata:
-        active = self.active
-        mesh, placements = active.device_mesh, active.placements  # type: ignore[attr-defined]
-        return Strata(mesh, mesh.ndim - 1, placements, self.dim, self.shape)
 
 
 class _Share(torch.autograd.Function):

@@ -67,11 +67,15 @@ class Ranks:
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether the flag is set on any rank."""
+        return self.any_of_each([flag], device)[0]
+
+    def any_of_each(self, flags: list[bool], device: torch.device) -> list[bool]:
+        """Whether each of the flags is set on any rank, in one all-reduce."""
         if self.group is None:
-            return flag
-        value = torch.tensor(int(flag), device=device)
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
-        return bool(value)
+            return flags
+        values = torch.tensor(flags, dtype=torch.int64, device=device)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return [bool(value) for value in values.tolist()]
 
     def verify_selection(self, chosen: list[Tensor]) -> None:
         """Check that all ranks have selected the same rows in this step, by a checksum of 8 bytes.

@@ -68,8 +68,9 @@ def check_shards(tensor: Tensor, selected: int, name: str, *, batch: bool = Fals
         raise ValueError(
             f"{name} of shape {tuple(tensor.shape)} is placed as {placements}, but Grass selects along dimension "
             f"{selected}{' of each expert' if batch else ''}: choose the other dim=, for FSDP2 pass "
-            "shard_placement_fn=grass.distributed.shard_placement_fn(model) to fully_shard, or for tensor parallelism "
-            "train in compact mode: parallelize_module or parallelize_2d, then grass.compact(), then fully_shard"
+            "shard_placement_fn=grass.distributed.shard_placement_fn(model) to fully_shard, or for tensor "
+            f"{'or expert ' * batch}parallelism train in compact mode: parallelize_module or parallelize_2d, then "
+            "grass.compact(), then fully_shard"
         )
 
 

@@ -57,6 +57,8 @@ def refresh(
     group: Options | Mapping[str, Any],
     index: int,
     experts: int = 1,
+    *,
+    informative: bool | None = None,
 ) -> Outcome:
     """Select rows of a weight ``(m, n)`` by the ``norms`` of its gradient along ``dim`` and move the moments over.
 
@@ -73,17 +75,21 @@ def refresh(
         index: the parameter's place among all groups, which with ``seed`` determines the draw.
         experts: how many matrices the rows belong to. One whose norms are all zero stays
             with its earlier selection and moments.
+        informative: whether norms decide, where these ``norms`` are only a part of them; ``None``: whether these do.
     """
     norms, device = norms.cpu(), norms.device
-    selection, informative = choose(state, norms, rank, group, index, experts), is_informative(norms)
+    informative = is_informative(norms) if informative is None else informative
+    selection = choose(state, norms, rank, group, index, experts, informative=informative)
     if selection is None:
         return Outcome.STAYED
     if not state:
         state.update(step=0, refresh_step=0, refreshes=0)
     old = current_projector(state) if "indices" in state else None
     new = Projector.from_selection(selection, dim, device)
-    resting = None if experts == 1 or old is None else _resting(norms, experts).expand(-1, rank // experts).flatten()
-    carry(old, new, None if resting is None else resting.to(device))
+    resting = None
+    if old is not None and _may_rest(norms, experts):
+        resting = _resting(norms, experts).expand(-1, rank // experts).flatten().to(device)
+    carry(old, new, resting)
     state.update(indices=new.indices, dim=dim, refresh_step=state["step"])
     state.pop("row_scale", None)
     if new.scale is not None:
@@ -93,10 +99,17 @@ def refresh(
 
 
 def choose(
-    state: State, norms: Tensor, rank: int, group: Options | Mapping[str, Any], index: int, experts: int = 1
+    state: State,
+    norms: Tensor,
+    rank: int,
+    group: Options | Mapping[str, Any],
+    index: int,
+    experts: int = 1,
+    *,
+    informative: bool | None = None,
 ) -> Selection | None:
     """The rows that :func:`refresh` selects; ``None`` if the earlier selection stays."""
-    if state and not is_informative(norms):
+    if state and not (is_informative(norms) if informative is None else informative):
         return None
     options = Options.of(group)
     number, turn = state.get("refreshes", 0), 0
@@ -108,7 +121,7 @@ def choose(
     chosen = select_rows(
         norms, rank, options.selection, generator, replacement=options.replacement, experts=experts, turn=turn
     )
-    if experts > 1 and "indices" in state:
+    if "indices" in state and _may_rest(norms, experts):
         earlier = state["indices"].cpu().view(experts, -1)
         chosen = Selection(torch.where(_resting(norms, experts), earlier, chosen.indices.view(experts, -1)).flatten())
     return chosen
@@ -137,6 +150,11 @@ def of_each(rows: Tensor, dim: int, experts: int) -> Tensor:
 def norms_of_experts(seen: Tensor, size: int) -> Tensor:
     """Norms for a rule that reads none: one for each of ``size`` rows, zero for those of experts without tokens."""
     return seen.to(torch.float32).repeat_interleave(size // len(seen), output_size=size)
+
+
+def _may_rest(norms: Tensor, experts: int) -> bool:
+    """Whether rows may stay as they are: those of experts, also of the only one that a rank has."""
+    return experts > 1 or not is_informative(norms)
 
 
 def _resting(norms: Tensor, experts: int) -> Tensor:

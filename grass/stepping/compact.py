@@ -24,7 +24,7 @@ Active = tuple[Member, CompactLayer]
 def step_active(step: GroupStep, every: list[Active]) -> list[Tensor]:
     """Update active rows, write them back, and select new ones if that is due. Returns these."""
     begun = _begin(step, [(_of_stratum(member, layer), layer) for member, layer in every])
-    count([member.state for member, layer in begun if layer.experts == 1])
+    count([member.state for member, layer in begun if not layer.is_batch])
     every_rows = [rows for member, layer in begun for rows in _of_experts(_rows(member, layer), layer, member.grad)]
     if step.options.decay == "all":
         for member, layer in begun:
@@ -58,7 +58,7 @@ def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
 
 def _rows(member: Member, layer: CompactLayer) -> CompactRows:
     p, grad, state, index = member
-    weight = layer.matrix() if _writes(layer) and layer.experts == 1 else None
+    weight = layer.matrix() if _writes(layer) and not layer.is_batch else None
     own, values = local(grad), local(p.detach())
     if not layer.reach:
         return CompactRows(weight, layer.chosen, layer.dim, own, values, state, index, None)
@@ -77,9 +77,8 @@ def _writes(layer: CompactLayer) -> bool:
 
 def _of_experts(rows: CompactRows, layer: CompactLayer, grad: Tensor) -> list[CompactRows]:
     """The rows of each expert that tokens were sent to; call it before the step is counted."""
-    if layer.experts == 1:
+    if not isinstance(layer, ExpertRows):
         return [rows]
-    assert isinstance(layer, ExpertRows)
     seen = with_tokens(of_each(rows.grad, rows.dim, layer.experts), grad)
     count_step(rows.state, seen, layer.experts)
     return [_of_expert(rows, layer, expert) for expert in seen]
@@ -115,4 +114,4 @@ def _policy(step: GroupStep, item: Trained, exchange: BankExchange) -> Policy:
     layer, shape = item.layer, list(item.layer.rows().shape)
     shape[layer.dim] = layer.shape[layer.dim]
     like = layer.stored().new_empty(1).expand(shape)  # moments are row-major, whatever the weight is
-    return policy_of(item.state, like, step.options, item.position, exchange, by_row=layer.experts > 1)
+    return policy_of(item.state, like, step.options, item.position, exchange, by_row=layer.is_batch)

@@ -11,6 +11,7 @@ MODES = ("dense mode", "compact mode", "offload", "streaming")
 
 FSDP, TP, GRID = "distributed/test_fsdp", "distributed/test_tensor_parallel", "distributed/parallel_2d"
 COMPACT_TP, EXPERTS = "distributed/test_compact_tensor_parallel", "experts/test_compact"
+EXPERT_PARALLEL = "distributed/test_expert_parallel"
 CELLS: dict[str, dict[str, tuple[str, str]]] = {
     "DDP": {
         "dense mode": ("yes", "distributed/test_reduced_allreduce::test_joint_training_equals_one_process"),
@@ -65,6 +66,11 @@ CELLS: dict[str, dict[str, tuple[str, str]]] = {
     "experts under FSDP2": {
         "dense mode": ("yes", "distributed/test_experts::test_sharded_experts_equal_one_process"),
         "compact mode": ("yes", "distributed/test_experts::test_sharded_experts_equal_one_process"),
+    },
+    "expert parallelism (`Shard(0)`), also beside FSDP2": {
+        "dense mode": ("ValueError", f"{EXPERT_PARALLEL}::test_what_is_refused"),
+        "compact mode": ("yes", f"{EXPERT_PARALLEL}::test_equals_one_process"),
+        "offload": ("ValueError", f"{EXPERT_PARALLEL}::test_what_is_refused"),
     },
     "`step_in_backward`": {
         "dense mode": ("yes", "test_in_backward::test_equals_the_ordinary_loop"),

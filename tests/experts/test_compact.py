@@ -143,6 +143,47 @@ def test_equals_dense_mode(dim: int) -> None:
     torch.testing.assert_close(model.down, dense.down, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("policy", ["keep", "reset"])
+def test_a_single_expert_rests(policy: str) -> None:
+    """Without tokens it stays, as one of several does; also in a step that would select other rows."""
+    torch.manual_seed(0)
+    model: Any = Experts()
+    for name in ("up", "down"):
+        setattr(model, name, nn.Parameter(getattr(model, name).detach()[:1]))
+    grass.compact(model, rank=3, explore=2)
+    optimizer = GrassAdamW(model, lr=1e-2, update_interval=2, state_policy=policy)
+    x, _ = batch(0)
+    trained = []
+    for tokens in (len(x), 0, len(x)):
+        model(x[:tokens], torch.tensor([tokens])).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trained.append(copy.deepcopy(model.state_dict()))
+        state = optimizer.state[rows_of(model)[0].active]
+        trained[-1] |= {"row_steps": state["row_steps"].clone(), "indices": state["indices"].clone()}
+    assert same(trained[0], trained[1])
+    assert not torch.equal(trained[1]["up"], trained[2]["up"])
+    assert not torch.equal(trained[1]["indices"], trained[2]["indices"])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_calibration(dim: int) -> None:
+    """The largest rows of each expert; of one without tokens, as many that were drawn."""
+    torch.manual_seed(0)
+    model = Experts()
+    plain, (x, ends) = copy.deepcopy(model), batch(1)
+    grass.compact(model, rank=3, explore=2, dim=dim, calibration=lambda m: m(x, ends).square().sum())
+    plain(x, ends).square().sum().backward()
+    for layer, whole in zip(rows_of(model), (plain.up.grad, plain.down.grad), strict=True):
+        norms = (whole if layer.by_rows else whole.transpose(1, 2)).norm(dim=2)
+        for own, chosen in zip(norms, layer.chosen_of_each(), strict=True):
+            assert len(set(chosen.tolist())) == 5
+            assert set(chosen.tolist()) <= set(range(len(own)))
+            if own.any():
+                assert sorted(own.topk(3).indices.tolist()) == chosen[:3].tolist()
+        assert layer.holds_active()
+
+
 def test_resume_is_exact() -> None:
     for options in ({}, {"selection": "multinomial_norm"}, {"selection": "multinomial_norm", "state_policy": "bank"}):
         model, optimizer = converted(**options)
