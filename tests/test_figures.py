@@ -118,12 +118,13 @@ def test_no_number_is_loose(page) -> None:
     assert not loose
 
 
-def test_matrix_names_tests_that_there_are(monkeypatch):
-    support.support()
-    for answer, test, message in (
-        ("yes", "test_figures::test_that_nobody_wrote", "there is no test"),
-        ("KeyError", "offload/test_faults::test_step_in_backward_is_refused", "expects no KeyError"),
-    ):
-        monkeypatch.setattr(support, "CELLS", {"DDP": {"dense mode": (answer, test)}})
-        with pytest.raises(ValueError, match=message):
-            support.support()
+def test_matrix_says_what_the_tests_of_pairs_do(monkeypatch):
+    answers = [("a", "a", "yes", ""), ("a", "b", "ValueError", "not b"), ("b", "b", "yes", ""), ("b", "c", "yes", "")]
+    every = [
+        dict(zip(("mode", "feature", "beside", "answer", "message"), ("dense", *row), strict=True)) for row in answers
+    ]
+    monkeypatch.setattr(support, "rows", lambda: every)
+    table = support.support()
+    assert "| a | yes | error |" in table
+    assert "| b | error | yes |" in table
+    assert "| a and b | ValueError: not b |" in table

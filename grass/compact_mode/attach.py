@@ -196,7 +196,7 @@ class Attachment:
         settings = settings_of(vars(self.options))
         for number, group in enumerate(self.optimizer.param_groups):
             there = {key for key, value in group.items() if isinstance(value, Tensor) and value.device.type != "cpu"}
-            values = {key: as_number(group[key]) for key in sorted(group.keys() - {*SPEED_KEYS, *there})}
+            values = {key: as_number(group[key]) for key in sorted(group.keys() - {"params", *SPEED_KEYS, *there})}
             settings |= {f"{key} of group {number}": v for key, v in values.items() if isinstance(v, PLAIN)}
         return settings
 
@@ -210,9 +210,9 @@ class Attachment:
         ]
 
     def _state_of_rows(self, layer: CompactLayer) -> list[Tensor]:
-        """The optimizer's state tensors that have the shape of the active rows."""
+        """This rank's part of the optimizer's state tensors that have the shape of the active rows."""
         values = self.optimizer.state.get(layer.active, {}).values()
-        return [value for value in values if isinstance(value, Tensor) and value.shape == layer.active.shape]
+        return [local(value) for value in values if isinstance(value, Tensor) and value.shape == layer.active.shape]
 
     def _group_of(self, layer: CompactLayer) -> dict[str, Any]:
         """The optimizer's group that holds the active rows."""
@@ -244,7 +244,7 @@ class Attachment:
         factor = max(0.0, 1 - self._decay_of(layer) * turns(layer.shape[dim], *layer.counts()))
         layer.explored_part(rows).copy_(factor * explored - torch.cat(moves, dim))
         for value in self._state_of_rows(layer):
-            layer.explored_part(local(value)).zero_()
+            layer.explored_part(value).zero_()
 
     def _carry_of(self, item: Trained) -> Carry:
         """The state policy, applied to the optimizer's own state."""

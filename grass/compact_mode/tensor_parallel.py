@@ -80,6 +80,7 @@ class TensorParallelLinear(DividedLayer, CompactLinear):
         whole[down : down + rows, right : right + width] = own * ranks
         return whole
 
+    @torch.compiler.disable(reason="parts of a DTensor")  # type: ignore[no-untyped-call, untyped-decorator]
     def multiply(self, x: Tensor) -> Tensor:
         """The product of this rank's parts, as a ``DTensor``; the styles' hooks make ``x`` one and sum what is partial.
 

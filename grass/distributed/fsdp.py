@@ -25,8 +25,15 @@ def shard_placement_fn(model: nn.Module) -> Callable[[nn.Parameter], Shard | Non
             fully_shard(block, shard_placement_fn=placement)
         fully_shard(model, shard_placement_fn=placement)
         optimizer = grass.GrassAdamW(model, lr=1e-3)
+
+    Raises:
+        ValueError: weights are int8 codes, whose scales belong to whole rows.
     """
     layers = [module for module in model.modules() if isinstance(module, CompactLayer)]
+    if codes := next((layer for layer in layers if layer.weights), None):
+        raise ValueError(
+            f"weights={codes.weights!r} of {codes.label!r} cannot be sharded: their scales belong to whole rows"
+        )
     experts = [module._parameters.get(name) for module in model.modules() for name in expert_weights(module)]
 
     def placement(parameter: nn.Parameter) -> Shard | None:

@@ -15,6 +15,7 @@ from grass.machine.link import Link
 from grass.offload.executor import Executor
 from grass.offload.host_storage import HostStorage
 from grass.offload.options import Offload
+from grass.parallel.shards import is_sharded
 from grass.private_names import has_compiled_call, keeps_identity
 from grass.streaming.activations import HostActivations
 from grass.streaming.block_forward import BlockForward, StreamedBlock, plain_class, streamed_class
@@ -194,6 +195,8 @@ def _check(model: nn.Module, cache: Any, offload_activations: Any) -> None:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ValueError("A streamed model computes on one device: use FSDP2's CPUOffloadPolicy for several")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_sharded(tensor):
+            raise ValueError(f"{name!r} is a DTensor: a streamed model computes on one device, with whole weights")
         if tensor.device.type != "cpu":
             raise ValueError(f"{name!r} is on {tensor.device}: build the model on the CPU, where streamed units stay")
     if isinstance(cache, bool) or not isinstance(cache, (int, str)):

@@ -41,7 +41,7 @@ def forward_on(grid: Grid, model: Any, chunk_tokens: int) -> Any:
         output.logits = WholeLogits.apply(output.logits, grid)[:batch]  # type: ignore[no-untyped-call]
         return output
 
-    return forward
+    return torch.compiler.disable(forward, reason="a grid's messages")  # type: ignore[no-untyped-call]
 
 
 def _checked(model: Any, input_ids: Tensor | None, args: Any, kwargs: Mapping[str, Any]) -> Tensor:

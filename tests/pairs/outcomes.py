@@ -1,0 +1,66 @@
+"""What each pair of features comes to, as ``outcomes.csv`` says and as a run shows."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from pathlib import Path
+
+import torch
+
+from tests.distributed.world import run_world
+from tests.pairs.features import FEATURES, MODES, ON_RANKS, OTHER, TOLERANCE, Outcome, applies, run
+
+FILE = Path(__file__).with_name("outcomes.csv")
+Pair = tuple[str, str, str]
+"""The mode and two features, or one of them twice: the feature alone."""
+
+
+def pairs() -> list[Pair]:
+    """Every pair that can be asked for."""
+    every = itertools.product(MODES, itertools.combinations_with_replacement(FEATURES, 2))
+    return [(mode, *two) for mode, two in every if applies(mode, two)]
+
+
+def expected() -> dict[Pair, str]:
+    """The answers in the file."""
+    with FILE.open(newline="") as file:
+        return {(row["mode"], row["feature"], row["beside"]): row["answer"] for row in csv.DictReader(file)}
+
+
+def outcome(pair: Pair) -> Outcome:
+    """Train with a pair.
+
+    Raises:
+        AssertionError: the ranks differ, or results are not those without the features that change none.
+    """
+    mode, *features = pair
+    found = of_ranks(mode, tuple(dict.fromkeys(features)))
+    assert len({each.answer for each in found}) == 1, [(each.answer, each.message) for each in found]
+    if found[0].answer == "yes":
+        for each in found:
+            assert_trained(each, of_ranks(mode, tuple(name for name in features if name in OTHER))[0])
+    return found[0]
+
+
+def assert_trained(found: Outcome, plain: Outcome) -> None:
+    """The loss falls, and weights are those of a run without the features that change no result."""
+    assert found.losses[-1] < found.losses[0]
+    assert plain.answer == "yes", plain.message
+    assert found.weights is not None
+    assert plain.weights is not None
+    torch.testing.assert_close(found.weights, plain.weights, **TOLERANCE)
+
+
+def of_ranks(mode: str, features: tuple[str, ...]) -> list[Outcome]:
+    """The outcome in this process, or those of two ranks."""
+    features = tuple(dict.fromkeys(features))
+    if not set(ON_RANKS) & set(features):
+        return [run(mode, features)]
+    return [Outcome(*values) for values in run_world(member, 2, mode, features)]
+
+
+def member(rank: int, mode: str, features: tuple[str, ...]) -> tuple:
+    """What a rank sends of its outcome."""
+    found = run(mode, features)
+    return found.answer, found.message, found.losses, found.weights
