@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.refresh_cycle import check_sharding
 from grass.compact_mode.strata import share, sharers
 from grass.options import explored_count, is_batch, is_projected, resolve_dim, resolve_rank, validate
 from grass.parallel.shards import check_shards, is_wrapper
@@ -115,6 +116,7 @@ def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
 
 
 def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:
+    check_sharding(layer)
     if layer.is_batch:
         _check_experts(group)
     size = layer.shape[layer.dim] // layer.experts

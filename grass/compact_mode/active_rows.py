@@ -115,7 +115,7 @@ class ActiveRows(nn.Module):
         return nn.Parameter(rows)
 
     def of_stratum(self, tensor: Tensor) -> Tensor:
-        """This rank's stratum of the parameter or its gradient; with one stratum, the tensor itself."""
+        """This rank's stratum of the weight, the parameter or its gradient; with one stratum, the tensor itself."""
         return tensor
 
     def rows_of_stratum(self, whole: Tensor) -> Tensor:

@@ -52,16 +52,16 @@ class DividedLayer(CompactLayer):
         return nn.Parameter(DTensor.from_local(rows, self.weight.device_mesh, [self.row_placement()], run_check=False))
 
     def of_stratum(self, tensor: Tensor) -> Tensor:
-        """The stratum's part of the parameter or its gradient, sharded as FSDP2 shards it."""
+        """The stratum's part of the weight, the parameter or its gradient, sharded as FSDP2 shards it."""
         if self.strata == 1:
             return tensor
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
         if mesh.ndim == 1:
             return local(tensor)
         data, placements = mesh[mesh.mesh_dim_names[:-1]], tensor.placements[:-1]  # type: ignore[attr-defined]
-        sizes = list(self.shape)
-        sizes[self.dim] = self.chosen.shape[0]
-        whole: dict[str, Any] = {"shape": torch.Size(sizes), "stride": (sizes[1], 1)}
+        sizes = list(tensor.shape)
+        sizes[shard_dim(tensor.placements[-1]) or 0] //= self._ranks  # type: ignore[attr-defined]
+        whole: dict[str, Any] = {"shape": torch.Size(sizes), "stride": torch.empty(sizes, device="meta").stride()}
         sharded: Tensor = DTensor.from_local(local(tensor), data, placements, run_check=False, **whole)
         return sharded
 

@@ -77,8 +77,7 @@ def check_sharding(layer: CompactLayer) -> None:
     """Raise ``ValueError`` if a layer is sharded in a way that it cannot be."""
     if layer.weights and is_sharded(layer.active):
         raise ValueError(f"weights={layer.weights!r} cannot be sharded: their scales belong to whole rows")
-    if layer.strata == 1:
-        check_shards(layer.weight, layer.weight_axis(layer.dim), "weight", batch=layer.is_batch)
+    check_shards(layer.of_stratum(layer.weight), layer.weight_axis(layer.dim), "weight", batch=layer.is_batch)
     check_shards(layer.of_stratum(layer.active), layer.dim, "active")
 
 

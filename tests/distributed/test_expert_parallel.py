@@ -229,5 +229,19 @@ def refused(rank: int) -> None:
         loss_of(model, 0, rank, 2)
 
 
+def divided_by_expert_twice(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+    model = mixture(mesh["experts"])
+    grass.compact(model, rank=3)
+    fully_shard(model.experts, mesh=mesh["data"])
+    with pytest.raises(ValueError, match=r"selects along dimension . of each expert: .*shard_placement_fn"):
+        GrassAdamW(model)
+
+
+@pytest.mark.slow
+def test_fsdp2_without_a_layout_is_refused() -> None:
+    run_world(divided_by_expert_twice, 4)
+
+
 def test_what_is_refused() -> None:
     run_world(refused, 2)
