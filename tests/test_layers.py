@@ -57,3 +57,12 @@ def test_no_module_names_one_above_it(number: int) -> None:
     above = [module for layer in LAYERS[:number] for module in layer]
     pattern = re.compile(rf"(:\w+:`~?|#.*)grass\.({'|'.join(above)})\b")
     assert not found(pattern, [file for module in LAYERS[number] for file in sources(module)])
+
+
+@pytest.mark.parametrize("folder", ["compact_mode", "offload", "streaming"])
+def test_a_folder_says_what_each_of_its_classes_belongs_to(folder: str) -> None:
+    files = sources(folder)
+    classes = {name for file in files for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE)}
+    table = next(file for file in files if file.name == "__init__.py").read_text()
+    named = set(re.findall(r"``(_?[A-Z]\w+)``", table))
+    assert named == classes

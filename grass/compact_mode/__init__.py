@@ -1,4 +1,22 @@
 """Compact mode: linear layers that train a few rows of their weight, as an ordinary parameter.
 
+=========================  ===========================================  =============================================
+what                       does                                         with
+=========================  ===========================================  =============================================
+``CompactLayer``           is a converted layer, as                     ``ActiveRows``: where its rows are in the
+                           ``CompactLinear`` or ``CompactConv1D``       weight; ``_Layers``: all there are;
+                                                                        ``_Derived``: subclasses of linear layers
+``SyncedRows``             keeps weight and active rows in agreement    ``Listener``, ``LastChange``: who hears of it
+``CompactLinearFunction``  computes the gradients of active rows        ``_SelectColumns``
+``ExpertRows``             converts a weight of experts                 ``_ExpertFunction``
+``Int8Weight``             stores a weight in 8 bits                    ``Int8Linear``, ``Int8Conv1D``,
+                                                                        ``Int8ExpertRows``
+``DividedLayer``           is a part of a weight that ranks divide      ``TensorParallelLinear``, ``_Share``,
+                                                                        ``ExpertParallelRows``; ``Strata`` of its state
+``Attachment``             trains layers by any ``torch.optim``         ``Trained``: a layer in the cycle of refreshes;
+                           optimizer                                    ``Owner``: who trains it; ``Reads`` of its
+                                                                        weight by others
+=========================  ===========================================  =============================================
+
 The folder is not called ``compact`` because ``grass.compact`` is a function.
 """

@@ -1,1 +1,22 @@
-"""Optimizer state in host memory: tasks, the threads that run them, the link to the device, a model of time."""
+"""Optimizer state in host memory. The host steps the parameters while the device goes on.
+
+=================  ==================================================  ================================================
+what               does                                                with
+=================  ==================================================  ================================================
+``Offload``        says what the user chooses
+``HostOptimizer``  queues a step, waits for it; has a ``Record`` of    ``Queued``: those with a gradient;
+                   each parameter                                      ``DeviceStep`` and ``Tuning``: those that the
+                                                                       device steps, and how many
+``HostCopy``       is what the host keeps of a parameter: plain,       ``Stage``: how far a step has come;
+                   ``LayerCopy``, ``MasterCopy``, ``InPlace``          ``GradientSnapshot``, ``Changed``: what has
+                                                                       changed meanwhile
+``HostStorage``    has the memory or the files that state lies in      ``_Ending``: the files go with it
+``Executor``       runs the tasks of a step, a thread per resource     ``Task``, three for each ``ParameterStep``;
+                                                                       ``TaskQueues``; ``Timeline`` simulates them
+``ForwardHooks``   let the next forward wait for what it uses          ``ActiveRowsHook``, ``_Hook``, ``_Nothing``;
+                                                                       ``Awaited``: what they wait for
+``rescue``         saves what it can of a step that has failed         ``Before``, ``Losses``
+=================  ==================================================  ================================================
+
+The link to the device is :class:`grass.machine.link.Link`.
+"""
