@@ -313,7 +313,7 @@ class Traveller:
         if self.explored:
             drawn = draw_explored(indices, size, self.explored, self.group["seed"], self.index, step)
             indices = torch.cat([indices, drawn])
-        self.rows = Projector(indices, None, projector.dim)
+        self.rows = Projector(indices.to(self.grad.device), None, projector.dim)  # offloaded state is on the host
 
 
 def _put_back(matrix: Tensor, grad: Tensor) -> None:

@@ -10,22 +10,27 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import cpp_extension
 
 SOURCES = sorted(Path(__file__).with_name("csrc").glob("*.cpp"))
 HEADER = Path(__file__).with_name("csrc") / "standin.h"
 FLAGS = ["-O1", "-std=c++20", "-fno-var-tracking", "-w"]
 DEVICES = 2
+GROUP = "cpu:gloo,standin:standin_gloo"
+"""The backends of a process group that takes tensors of the host and of the device."""
 Index = int | str | torch.device | None
 
 
@@ -38,8 +43,8 @@ def why_not() -> str | None:
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-    """The library, built or found in the user's cache, and loaded."""
+def built() -> Path:
+    """The library's file, built or found in the user's cache."""
     parts = [*(path.read_bytes() for path in (*SOURCES, HEADER)), repr((FLAGS, torch.__version__)).encode()]
     name = f"standin_{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}"
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grass" / name
@@ -48,6 +53,13 @@ def library() -> ctypes.CDLL:
         root.mkdir(parents=True, exist_ok=True)
         sources = [str(path) for path in SOURCES]
         cpp_extension.load(name, sources, FLAGS, build_directory=str(root), is_python_module=False)
+    return file
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The library, loaded."""
+    file = built()
     torch.ops.load_library(file)
     loaded = ctypes.CDLL(str(file))
     loaded.standin_pinned_bytes.restype = ctypes.c_int64
@@ -66,6 +78,7 @@ def install() -> None:
     torch.utils.rename_privateuse1_backend("standin")
     torch._register_device_module("standin", _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    dist.Backend.register_backend("standin_gloo", _collectives, devices=["standin"])
 
 
 def seed_order(seed: int) -> None:
@@ -119,6 +132,22 @@ def end() -> str:
     return take_fault()
 
 
+def _collectives(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """What communicates about tensors of the device in a process group (``csrc/collectives.cpp``)."""
+    on_host = dist.ProcessGroupGloo(dist.PrefixStore("on_host", store), rank, size, timeout)
+    return _bindings().collectives(store, on_host)
+
+
+@functools.cache
+def _bindings() -> Any:
+    spec = importlib.util.spec_from_file_location(built().stem, built())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _index(device: Index) -> int:
     if device is None:
         return torch.accelerator.current_device_index()
@@ -143,6 +172,16 @@ def _module() -> types.ModuleType:
     def manual_seed(seed: int, device: Index = None) -> None:
         library().standin_set_random(_index(device), (ctypes.c_uint64 * 2)(seed % (1 << 64), 0))
 
+    @contextmanager
+    def stream(chosen: torch.Stream) -> Iterator[None]:
+        before, index = torch.accelerator.current_stream(chosen.device), torch.accelerator.current_device_index()
+        torch.accelerator.set_stream(chosen)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+            torch.accelerator.set_device_index(index)
+
     def manual_seed_all(seed: int) -> None:
         for device in range(DEVICES):
             manual_seed(seed, device)
@@ -159,7 +198,7 @@ def _module() -> types.ModuleType:
     module.synchronize = lambda device=None: torch.accelerator.synchronize(_index(device))
     module.current_stream = lambda device=None: torch.accelerator.current_stream(_index(device))
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    module.Stream, module.Event = torch.Stream, torch.Event
+    module.Stream, module.Event, module.stream = torch.Stream, torch.Event, stream
     module.get_rng_state, module.set_rng_state = get_rng_state, set_rng_state
     module.manual_seed, module.manual_seed_all = manual_seed, manual_seed_all
     return module  # type: ignore[no-any-return]

@@ -85,11 +85,13 @@ def converted(
     active: torch.dtype | None = None,
     seed: int = 0,
     explore: int | float = 0,
+    device: str = "cpu",
     **options: object,
 ) -> tuple[Network, GrassAdamW]:
     """A converted network and its optimizer, which refreshes every four steps."""
     model = Network(dtype)
     grass.compact(model, rank=rank, explore=explore, dim=dim, dtype=active, seed=seed)
+    model.to(device)
     return model, GrassAdamW(model, **{**PAPER, "explore": None, "lr": 1e-2, "update_interval": 4, **options})
 
 

@@ -49,6 +49,7 @@ def sharded(
     seed: int = 0,
     active: Any = None,
     explore: int = 0,
+    device: str = "cpu",
     **options: Any,
 ) -> tuple[Network, GrassAdamW]:
     """A converted network, sharded layer by layer, and its optimizer."""
@@ -56,6 +57,7 @@ def sharded(
     layout = {key: options.pop(key) for key in keys if key in options}
     model = Network(dtype, seed=seed)
     compact(model, rank=3, explore=explore, dim=dim, dtype=active)
+    model.to(device)
     placement = shard_placement_fn(model)
     for layer in (model.up, model.mix, model):
         fully_shard(layer, shard_placement_fn=placement, **layout)

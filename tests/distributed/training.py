@@ -33,9 +33,11 @@ def share(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return batch[0].chunk(size)[rank], batch[1].chunk(size)[rank]
 
 
-def dense(dtype: torch.dtype = torch.float64, rank: int | float = 3, **options: Any) -> tuple[Network, GrassAdamW]:
+def dense(
+    dtype: torch.dtype = torch.float64, rank: int | float = 3, device: str = "cpu", **options: Any
+) -> tuple[Network, GrassAdamW]:
     """A network and its optimizer in dense mode."""
-    model = Network(dtype)
+    model = Network(dtype).to(device)
     return model, GrassAdamW(param_groups(model, rank), **{**OPTIONS, **options})
 
 

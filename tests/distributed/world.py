@@ -55,15 +55,15 @@ TORCHRUN += ["--rdzv-conf", PATIENT]
 """``torchrun`` with two processes, as patient as the tests."""
 
 
-def run_world(body: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+def run_world(body: Callable[..., Any], size: int, *args: Any, backend: str = "gloo") -> list[Any]:
     """``body(rank, *args)`` on every rank: what each returned. Fails if any rank does."""
-    outcomes = attempt_world(body, size, *args)
+    outcomes = attempt_world(body, size, *args, backend=backend)
     failed = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
     assert not failed, "\n".join(f"rank {rank}: {error}" for rank, error in failed.items())
     return [outcome.value for outcome in outcomes]
 
 
-def attempt_world(body: Callable[..., Any], size: int, *args: Any) -> list[Outcome]:
+def attempt_world(body: Callable[..., Any], size: int, *args: Any, backend: str = "gloo") -> list[Outcome]:
     """As :func:`run_world`, with errors returned.
 
     A rank waits for another twice as long as the world lasts: an error is never one of gloo's own timeouts.
@@ -72,7 +72,7 @@ def attempt_world(body: Callable[..., Any], size: int, *args: Any) -> list[Outco
         pipes, processes = [], []
         for rank in range(size):
             ours, theirs = CONTEXT.Pipe(duplex=False)
-            settings = rank, size, Path(folder) / "store", theirs
+            settings = backend, rank, size, Path(folder) / "store", theirs
             processes.append(CONTEXT.Process(target=_member, args=(body, settings, args), daemon=True))
             processes[-1].start()
             theirs.close()
@@ -97,13 +97,13 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Outcome]:
     return outcomes
 
 
-def _member(body: Callable[..., Any], settings: tuple[int, int, Path, Connection], args: tuple) -> None:
-    rank, size, store, pipe = settings
+def _member(body: Callable[..., Any], settings: tuple[str, int, int, Path, Connection], args: tuple) -> None:
+    backend, rank, size, store, pipe = settings
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=2 * LIMIT)
+            backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=2 * LIMIT)
         )
         result = body(rank, *args), None
     except BaseException:

@@ -19,7 +19,16 @@ from torch.distributed.checkpoint.state_dict import (
 
 import grass
 from grass import GrassAdamW
-from tests.distributed.parallel_2d.decoders import decoder, ids, labels_of, on_grid, plain_loss, whole, whole_gradients
+from tests.distributed.parallel_2d.decoders import (
+    BATCH,
+    decoder,
+    ids,
+    labels_of,
+    on_grid,
+    plain_loss,
+    whole,
+    whole_gradients,
+)
 from tests.distributed.training import assert_close
 from tests.fuzz.run import WRITES
 
@@ -43,9 +52,9 @@ class OnGrid:
 class GridRun:
     """A model on a grid, with its optimizer."""
 
-    def __init__(self, setting: OnGrid, **grid: Any) -> None:
-        self.setting = setting
-        self.model = on_grid(decoder(), *setting.shape, **grid)
+    def __init__(self, setting: OnGrid, device: str = "cpu", **grid: Any) -> None:
+        self.setting, self.device = setting, device
+        self.model = on_grid(decoder().to(device), *setting.shape, **grid)
         self.saved: dict[str, Any] = {}
         self.convert(0)
         self.begin()
@@ -59,8 +68,12 @@ class GridRun:
         options = dict(self.setting.options) if self.setting.compact else {}
         self.optimizer = GrassAdamW(params, lr=1e-2, **options)
 
+    def ids(self, number: int, batch: int = BATCH) -> Tensor:
+        return ids(number, batch).to(self.device)
+
     def loss(self, number: int) -> Tensor:
-        loss: Tensor = self.model(input_ids=ids(number), labels=labels_of(ids(number))).loss
+        tokens = self.ids(number)
+        loss: Tensor = self.model(input_ids=tokens, labels=labels_of(tokens)).loss
         return loss
 
     def backward(self, number: int) -> Any:
@@ -77,7 +90,7 @@ class GridRun:
 
     def backward_of_logits(self, number: int) -> Any:
         """A loss of one's own, from the logits."""
-        tokens = ids(number)
+        tokens = self.ids(number)
         logits = self.model(input_ids=tokens).logits
         nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), label_smoothing=0.1).backward()
         return logits.detach()
@@ -116,10 +129,10 @@ class GridRun:
 
     def evaluate(self, context: str, number: int) -> Any:
         with EVALUATIONS[context]():
-            return self.model(input_ids=ids(number, batch=3)).logits.clone()
+            return self.model(input_ids=self.ids(number, batch=3)).logits.clone()
 
     def generate(self, length: int) -> Any:
-        return self.model.generate(ids(1)[:, :2], max_new_tokens=length, do_sample=False)
+        return self.model.generate(self.ids(1)[:, :2], max_new_tokens=length, do_sample=False)
 
     def write(self, number: int, how: str) -> None:
         every = list(self.model.parameters())
@@ -172,7 +185,8 @@ class GridRun:
     def copied(self, number: int) -> Any:
         """A copy computes the same, and leaves the model as it is."""
         twin = copy.deepcopy(self.model)
-        loss = twin(input_ids=ids(number), labels=labels_of(ids(number))).loss
+        tokens = self.ids(number)
+        loss = twin(input_ids=tokens, labels=labels_of(tokens)).loss
         loss.backward()
         return loss.detach()
 
@@ -205,16 +219,16 @@ class GridRun:
     def check(self, number: int) -> None:
         """Loss, logits and gradients are those of one process with these weights."""
         plain = decoder()
-        plain.load_state_dict(whole(self.model.state_dict()))
+        plain.load_state_dict({name: value.cpu() for name, value in whole(self.model.state_dict()).items()})
         plain.train(self.model.training)
         expected = plain_loss(plain, ids(number))
         expected.backward()
         kept = [(p, p.grad) for p in self.model.parameters()]
         self.model.zero_grad(set_to_none=True)
         loss = self.backward(number)
-        torch.testing.assert_close(loss, expected.detach(), **CLOSE)
+        torch.testing.assert_close(loss.cpu(), expected.detach(), **CLOSE)
         theirs = {name: p.grad for name, p in plain.named_parameters()}
-        ours = whole_gradients(self.model)
+        ours = {name: value.cpu() for name, value in whole_gradients(self.model).items()}
         assert_close({name: self._columns(name, theirs) for name in ours}, ours, **CLOSE)
         for p, grad in kept:
             p.grad = grad
@@ -227,7 +241,8 @@ class GridRun:
         own = torch.ones(len(layer.chosen), dtype=torch.float64)
         own[layer.rank :] = layer.gradient_scale
         grid = layer._grid
-        chosen = (grid.gather_column(layer.chosen) + torch.arange(grid.rows)[:, None] * layer.shape[1]).flatten()
+        every = grid.gather_column(layer.chosen).cpu()
+        chosen = (every + torch.arange(grid.rows)[:, None] * layer.shape[1]).flatten()
         return gradients[f"{name.removesuffix('.active')}.weight"][:, chosen] * own.repeat(grid.rows)
 
 
@@ -237,16 +252,25 @@ def _broadcast() -> StateDictOptions:
 
 def in_lockstep(rank: int, setting: OnGrid, actions: list[tuple[str, dict[str, Any]]]) -> bool:
     """Do the same on two grids, of which one keeps gathered weights and sends them in panels."""
-    runs = [GridRun(setting), GridRun(setting, cache_panels=True, panels=2 if setting.shape[-1] == 2 else 1)]
+    compared([GridRun(setting), GridRun(setting, **in_panels(setting))], actions, **CLOSE)
+    return True
+
+
+def in_panels(setting: OnGrid) -> dict[str, Any]:
+    """How a grid is told to keep gathered weights, and to send them in panels."""
+    return {"cache_panels": True, "panels": 2 if setting.shape[-1] == 2 else 1}
+
+
+def compared(runs: list[GridRun], actions: list[tuple[str, dict[str, Any]]], **tolerance: float) -> None:
+    """Do the same with two models, and compare what is seen, on the host."""
     for number, (name, arguments) in enumerate([*actions, ("check", {"number": 3})]):
         seen = []
         for run in runs:
             torch.manual_seed(number)
             seen.append({"seen": getattr(run, name)(**arguments), **run.state()})
-        ours, theirs = ({k: v for k, v in one.items() if v is not None} for one in reversed(seen))
+        ours, theirs = ({k: v.cpu() for k, v in one.items() if v is not None} for one in reversed(seen))
         try:
             assert ours.keys() == theirs.keys()
-            assert_close(ours, theirs, **CLOSE)
+            assert_close(ours, theirs, **tolerance)
         except AssertionError as error:
             raise AssertionError(f"{name} {arguments}: {error}") from error
-    return True

@@ -1,5 +1,5 @@
 // Device memory lies at addresses that fault when the host touches them. The same pages are mapped a second time, where
-// tasks reach them. Freed blocks are poisoned and handed out again at once, to the stream that they came from.
+// tasks reach them. Freed blocks are handed out again at once, poisoned, to the stream that they came from.
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -87,9 +87,14 @@ struct Arena {
     gaps[offset] = size;
   }
 
-  void retire(Block* block) {
+  // As by the first write of a new owner. It comes no earlier: what is freed while another stream still uses it is safe
+  // if the new owner is queued behind that use, as in FSDP2.
+  void poison(Block* block) {
     char* start = shadow + block->offset;
     enqueue(block->stream, [start, size = block->size] { std::memset(start, kPoison, size); });
+  }
+
+  void retire(Block* block) {
     block->used_on.clear();
     block->uses.clear();
     ready[{block->stream.id(), block->size}].push_back(block);
@@ -182,7 +187,6 @@ struct DeviceAllocator final : c10::DeviceAllocator {
         std::lock_guard guard(lock());
         arena(device).look_at_pending();
       }
-      finish_device(device);  // the poisoning of what was pending
       std::lock_guard guard(lock());
       arena(device).drop_cached();
     }
@@ -217,6 +221,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     if (found == own.ready.end() || found->second.empty()) return nullptr;
     Block* block = found->second.back();  // the one freed last
     found->second.pop_back();
+    own.poison(block);
     own.cached -= size;
     return block;
   }

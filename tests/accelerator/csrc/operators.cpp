@@ -25,19 +25,20 @@
 #include "standin.h"
 
 namespace standin {
+
+// As a kernel does not, it keeps nothing alive.
+at::Tensor as_task_sees(const at::Tensor& t) {
+  const auto options = at::TensorOptions(t.scalar_type()).device(c10::kCPU);
+  if (t.numel() == 0) return at::empty_strided(t.sizes(), t.strides(), options);
+  return at::from_blob(shadow_of(t.const_data_ptr()), t.sizes(), t.strides(), options);
+}
+
 namespace {
 
 using c10::IValue;
 using Stack = torch::jit::Stack;
 
 bool is_here(const at::Tensor& t) { return t.defined() && t.device().type() == kDevice; }
-
-// The tensor as tasks see it: on the CPU, at the memory's other address. It keeps nothing alive, as a kernel does not.
-at::Tensor as_task_sees(const at::Tensor& t) {
-  const auto options = at::TensorOptions(t.scalar_type()).device(c10::kCPU);
-  if (t.numel() == 0) return at::empty_strided(t.sizes(), t.strides(), options);
-  return at::from_blob(shadow_of(t.const_data_ptr()), t.sizes(), t.strides(), options);
-}
 
 at::Tensor snapshot(const at::Tensor& t) {
   at::Tensor copy = t.detach().clone();
@@ -174,7 +175,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
 }
 
 at::Scalar item(const at::Tensor& self) {
-  at::Tensor found = at::empty({}, self.options().device(c10::kCPU));
+  at::Tensor found = at::empty(self.sizes(), self.options().device(c10::kCPU));
   copy_down(self, found, false);
   return found.item();
 }

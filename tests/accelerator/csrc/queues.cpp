@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <list>
 #include <map>
 #include <optional>
 #include <random>
@@ -22,6 +23,7 @@ namespace {
 struct Task {
   std::function<void()> run;
   std::optional<Point> after;  // a wait: does nothing, but only after this point
+  std::shared_ptr<Gate> gate;  // likewise, but only once this is open
 };
 
 struct Queue {
@@ -33,6 +35,13 @@ using Key = std::pair<c10::DeviceIndex, c10::StreamId>;
 
 enum class Order { kNeeded, kAny, kOthersFirst };
 
+// What a thread of the host waits for.
+struct Request {
+  Point goal;
+  Order order;
+  bool is_done = false;
+};
+
 struct Scheduler {
   std::map<Key, Queue> queues;
   std::mt19937_64 random{0};
@@ -40,7 +49,8 @@ struct Scheduler {
   uint64_t run = 0;
   std::string fault;
 
-  std::deque<std::function<void()>> requests;
+  std::list<Request*> requests;
+  bool nudged = false;
   std::condition_variable_any wake, answered;
   bool started = false;
 
@@ -48,7 +58,9 @@ struct Scheduler {
   uint64_t draw(uint64_t below) { return random() % below; }
 
   bool runnable(const Queue& q) {
-    return !q.tasks.empty() && (!q.tasks.front().after || q.tasks.front().after->reached());
+    if (q.tasks.empty()) return false;
+    const Task& head = q.tasks.front();
+    return head.gate ? head.gate->is_open : !head.after || head.after->reached();
   }
 
   std::vector<Queue*> all_runnable() {
@@ -72,25 +84,48 @@ struct Scheduler {
     ++q.done;
   }
 
-  // The queue whose head must run for this one to go on.
-  Queue& needed(Queue& q) {
+  // The queue whose head must run for this one to go on; none if that is a closed gate.
+  Queue* needed(Queue& q) {
     Queue* found = &q;
-    while (!runnable(*found)) found = &of(*found->tasks.front().after);
-    return *found;
+    while (!runnable(*found)) {
+      if (found->tasks.front().gate) return nullptr;
+      found = &of(*found->tasks.front().after);
+    }
+    return found;
   }
 
-  Queue& choose(Queue& goal, Order order) {
-    Queue& must = needed(goal);
+  Queue* choose(Queue& goal, Order order) {
+    Queue* must = needed(goal);
     if (order == Order::kNeeded) return must;
     auto found = all_runnable();
-    if (order == Order::kOthersFirst && found.size() > 1) std::erase(found, &must);
-    return *found[draw(found.size())];
+    if (order == Order::kOthersFirst && found.size() > 1) std::erase(found, must);
+    return found.empty() ? nullptr : found[draw(found.size())];
   }
 
-  void reach(const Point& point) {
-    const Order order = static_cast<Order>(draw(3));
-    Queue& goal = of(point);
-    while (goal.done < point.ticket) run_head(choose(goal, order));
+  // Run tasks until the goal is reached or behind a closed gate; whether any ran.
+  bool serve(Request& request) {
+    Queue& goal = of(request.goal);
+    bool ran = false;
+    while (!(request.is_done = goal.done >= request.goal.ticket)) {
+      Queue* next = choose(goal, request.order);
+      if (!next) break;
+      run_head(*next);
+      ran = true;
+    }
+    return ran || request.is_done;
+  }
+
+  // Work on what is asked first of all that can go on; whether there was any.
+  bool serve_one() {
+    for (Request* request : requests) {
+      if (!serve(*request)) continue;
+      if (request->is_done) {
+        requests.remove(request);
+        answered.notify_all();
+      }
+      return true;
+    }
+    return false;
   }
 
   // One stream runs ahead of the others.
@@ -105,27 +140,38 @@ struct Scheduler {
     const c10::InferenceMode all;  // tasks write tensors that were made in it too
     std::unique_lock guard(lock());
     for (;;) {
-      wake.wait(guard, [&] { return !requests.empty(); });
-      requests.front()();
-      requests.pop_front();
-      answered.notify_all();
+      if (nudged) {
+        run_a_few();
+        nudged = false;
+        answered.notify_all();
+      } else if (!serve_one()) {
+        wake.wait(guard);
+      }
     }
   }
 
   // Let the worker do it: its thread has none of the modes and guards of the caller's.
-  void ask(std::function<void()> request) {
+  void start() {
+    if (started) return;
+    std::thread([this] { work(); }).detach();
+    started = true;
+  }
+
+  void reach(const Point& point) {
     std::unique_lock guard(lock());
-    if (!started) {
-      std::thread([this] { work(); }).detach();
-      started = true;
-    }
-    bool done = false;
-    requests.push_back([&] {
-      request();
-      done = true;
-    });
+    start();
+    Request request{point, static_cast<Order>(draw(3))};
+    requests.push_back(&request);
     wake.notify_one();
-    answered.wait(guard, [&] { return done; });
+    answered.wait(guard, [&] { return request.is_done; });
+  }
+
+  void run_a_few_now() {
+    std::unique_lock guard(lock());
+    start();
+    nudged = true;
+    wake.notify_one();
+    answered.wait(guard, [&] { return !nudged; });
   }
 };
 
@@ -163,10 +209,27 @@ static Point push(c10::Stream stream, Task task) {
   return point;
 }
 
-Point enqueue(c10::Stream stream, std::function<void()> task) { return push(stream, {std::move(task), std::nullopt}); }
+Point enqueue(c10::Stream stream, std::function<void()> task) { return push(stream, {std::move(task)}); }
 
 void wait(c10::Stream stream, Point point) {
   if (Key{point.device, point.stream} != Key{stream.device_index(), stream.id()}) push(stream, {nullptr, point});
+}
+
+std::shared_ptr<Gate> close_gate(c10::Stream stream) {
+  auto gate = std::make_shared<Gate>();
+  push(stream, {nullptr, std::nullopt, gate});
+  return gate;
+}
+
+void open_gate(const std::shared_ptr<Gate>& gate) {
+  std::lock_guard guard(lock());
+  gate->is_open = true;
+  scheduler().wake.notify_one();
+}
+
+void report(const std::string& fault) {
+  std::lock_guard guard(lock());
+  if (scheduler().fault.empty()) scheduler().fault = fault;
 }
 
 void finish(Point point) {
@@ -177,7 +240,7 @@ void finish(Point point) {
       return;
     }
   }
-  scheduler().ask([&] { scheduler().reach(point); });
+  scheduler().reach(point);
   std::lock_guard guard(lock());
   check_fault();
 }
@@ -193,7 +256,7 @@ void finish_device(c10::DeviceIndex device) {
 }
 
 void nudge() {
-  scheduler().ask([] { scheduler().run_a_few(); });
+  scheduler().run_a_few_now();
 }
 
 void pass_time(c10::Stream stream) {

@@ -4,6 +4,7 @@
 // memory.cpp    device memory that the host cannot touch, and pinned host memory
 // device.cpp    devices, current streams, events and generators, as torch asks for them
 // operators.cpp every operator becomes a task; copies; views
+// collectives.cpp a process group's part for tensors of the device
 // module.cpp    what Python calls through ctypes
 
 #pragma once
@@ -14,7 +15,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace standin {
@@ -36,11 +39,19 @@ struct Point {
   bool reached() const;
 };
 
+// Tasks behind it in a stream run once the host has opened it.
+struct Gate {
+  bool is_open = false;
+};
+
 Point enqueue(c10::Stream stream, std::function<void()> task);
 Point here(c10::Stream stream);
 void wait(c10::Stream stream, Point point);  // later tasks of the stream run after the point
 void finish(Point point);                    // block the host; raises if a task has failed
 void finish_device(c10::DeviceIndex device);
+std::shared_ptr<Gate> close_gate(c10::Stream stream);
+void open_gate(const std::shared_ptr<Gate>& gate);
+void report(const std::string& fault);  // as a task that has failed
 void nudge();                        // run a few tasks
 void pass_time(c10::Stream stream);  // perhaps; call it after queueing, without the lock
 void set_seed(uint64_t seed);
@@ -59,6 +70,10 @@ c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
 void set_budget(c10::DeviceIndex device, int64_t bytes);
 int64_t pinned_bytes();
+
+// ---- operators.cpp
+
+at::Tensor as_task_sees(const at::Tensor& t);  // on the CPU, at the memory's other address; keeps nothing alive
 
 // ---- device.cpp
 

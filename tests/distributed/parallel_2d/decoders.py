@@ -72,14 +72,15 @@ def plain_loss(model: Any, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def mesh_of(*shape: int) -> DeviceMesh:
-    """A mesh of ranks on the CPU."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "rows", "columns")[-len(shape) :])
+def mesh_of(*shape: int, device: str = "cpu") -> DeviceMesh:
+    """A mesh of ranks, of which each has a device of this type."""
+    return init_device_mesh(device, shape, mesh_dim_names=("replicas", "rows", "columns")[-len(shape) :])
 
 
 def on_grid(model: Any, *shape: int, **options: Any) -> Any:
-    """The model, spread over a grid."""
-    parallelize_2d(model, mesh_of(*shape), **{"chunk_tokens": 5, **options})
+    """The model, spread over a grid of devices of its type."""
+    device = next(model.parameters()).device.type
+    parallelize_2d(model, mesh_of(*shape, device=device), **{"chunk_tokens": 5, **options})
     return model
 
 
