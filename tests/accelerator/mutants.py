@@ -14,6 +14,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NOTHING = "pass"
+ON_RANKS = "grass/distributed/"
+"""What lies here is tried with several processes, the rest with one."""
 MUTANTS = {
     "grass/machine/pinned_buffers.py": [
         ("copy down: wait for what writes the source", "self._down_stream.wait_event(after)", NOTHING),
@@ -59,13 +61,30 @@ MUTANTS = {
     "grass/streaming/micro_batches.py": [
         ("micro-batches: threads take over the stream", "stack.enter_context(on(self._stream))", NOTHING),
     ],
+    "grass/distributed/parallel_2d/mesh.py": [
+        (
+            "grid: gathered blocks can be waited for",
+            "collectives.allow_inflight_collective_as_graph_input_ctx()",
+            "torch.no_grad()",
+        ),
+        ("grid: wait for a result", "done: Tensor = x.wait()", "done: Tensor = x.elem"),
+    ],
+    "grass/distributed/reduced_allreduce.py": [
+        (
+            "reduced all-reduce: wait for it",
+            "state.reduce_(flat, async_op=True).get_future().then(unpack)",
+            "(state.reduce_(flat, True), now := torch.futures.Future(), now.set_result([flat]))[1].then(unpack)",
+        ),
+        ("reduced all-reduce: rows of offloaded state", "Projector(indices.to(self.grad.device)", "Projector(indices"),
+    ],
 }
 
 
-def failing_test() -> str:
+def failing_test(name: str) -> str:
     """The first quick test that fails; empty if none does."""
     options = ["-q", "-x", "-p", "no:cacheprovider", "-o", "python_files=on_*.py", "-m", "not slow"]
-    command = [sys.executable, "-m", "pytest", *options, str(HERE / "on_training.py")]
+    file = HERE / ("on_ranks.py" if name.startswith(ON_RANKS) else "on_training.py")
+    command = [sys.executable, "-m", "pytest", *options, str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     found = re.search(r"^(?:FAILED|ERROR) \S+::(test_\w+(?:\[.*?\])?)", done.stdout, flags=re.MULTILINE)
     return found[1] if found else "" if done.returncode == 0 else f"exit status {done.returncode}"
@@ -81,7 +100,7 @@ def main() -> None:
             assert source.count(old) == 1, (name, old)
             try:
                 path.write_text(source.replace(old, new))
-                print(f"| {what} | `{failing_test() or 'nothing'}` |", flush=True)
+                print(f"| {what} | `{failing_test(name) or 'nothing'}` |", flush=True)
             finally:
                 path.write_text(source)
 

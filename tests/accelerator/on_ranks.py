@@ -109,7 +109,7 @@ WAYS: dict[str, Callable[[str], Found]] = {
     "FSDP2, offload, bank": partial(in_fsdp, build=sharded, offload=ON_HOST, **BANK),
     "FSDP2, offload, dense": partial(in_fsdp, build=sharded_dense, offload=ON_HOST, **SAMPLED),
 }
-QUICK = ["DDP, compact", "DDP, reduced", "DDP, offload, bank", "FSDP2, compact", "FSDP2, offload"]
+QUICK = ["DDP, compact", "DDP, offload, reduced", "DDP, offload, bank", "FSDP2, compact", "FSDP2, offload"]
 
 
 def on_cpu(rank: int, names: list[str]) -> list[Found]:
