@@ -109,28 +109,30 @@ def loss_of(model: nn.Module, step: int, rank: int = 0, ranks: int = 1) -> Tenso
     return loss
 
 
-def clip(model: Any, limit: float) -> Tensor:
-    """Clip by the norm of all gradients, of which torch takes those that are ``DTensor`` apart."""
-    trained = [p for p in model.parameters() if p.grad is not None]
-    parts = [[p for p in trained if isinstance(p, DTensor) is divided] for divided in (False, True)]
-    norms = [whole(nn.utils.get_total_norm([p.grad for p in part])) for part in parts if part]
-    norm = torch.stack(norms).square().sum().sqrt()
-    for part in parts:
-        nn.utils.clip_grads_with_norm_(part, limit, norm)
-    return norm
-
-
 def average(model: Any) -> None:
     """Gradients of experts are sums over the ranks, each of whose losses is a mean; those of others are one rank's.
 
-    FSDP2 has divided those of experts by ``set_gradient_divide_factor``.
+    FSDP2 has averaged those of others, and divided those of experts by ``set_gradient_divide_factor``.
     """
     experts, ranks = {id(p) for p in model.experts.parameters()}, dist.get_world_size()
     for p in (p for p in model.parameters() if p.grad is not None):
+        if isinstance(model.experts if id(p) in experts else model, FSDPModule):
+            continue
         if id(p) not in experts:
             dist.all_reduce(p.grad)
-        if id(p) not in experts or not isinstance(model.experts, FSDPModule):
-            p.grad /= ranks
+        p.grad /= ranks
+
+
+def clip(model: Any, limit: float) -> Tensor:
+    """Clip by the norm of all gradients, of which torch takes together those that lie on one mesh."""
+    parts: dict[Any, list[nn.Parameter]] = {}
+    for p in (p for p in model.parameters() if p.grad is not None):
+        parts.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    norms = [whole(nn.utils.get_total_norm([p.grad for p in part])) for part in parts.values()]
+    norm = torch.stack(norms).square().sum().sqrt()
+    for part in parts.values():
+        nn.utils.clip_grads_with_norm_(part, limit, norm)
+    return norm
 
 
 def train(model: Any, optimizer: Any, steps: range, rank: int = 0, ranks: int = 1) -> list[Tensor]:
