@@ -11,8 +11,9 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test lint docs
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
+# names are printed as tests end, so that a run that is cut off has said which of them failed
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow -vv --no-header --disable-warnings
 
 # the quick tests on the newest torch and transformers, in an environment of their own
 test-next:
