@@ -258,9 +258,8 @@ def misplaced(rank: int) -> str:
     model = Network()
     compact(model, rank=4, explore=0, dim=0)
     fully_shard(model)
-    optimizer = GrassAdamW(model)
     with pytest.raises(ValueError, match="shard_placement_fn") as error:
-        train_jointly(model, optimizer, joint_batches(1, torch.float32))
+        GrassAdamW(model)
     return str(error.value)
 
 
