@@ -255,14 +255,15 @@ def expert_linear(module: nn.Module, name: str, x: Tensor, ends: Tensor | None =
         module: has the weight.
         name: of the weight, ``(E, m, n)``.
         x: ``(t, n)``, tokens sorted by expert, or ``(E, t, n)``, equally many for each.
-        ends: ``(E,)`` integers, where each expert's tokens end in ``(t, n)``. Tokens behind the last get zeros.
+        ends: ``(E,)`` integers, where each expert's tokens end in ``(t, n)``: ``counts.cumsum(0)`` of the numbers of
+            tokens. Tokens behind the last get zeros.
 
     Returns:
         ``(t, m)`` or ``(E, t, m)``.
 
     Raises:
         ValueError: the module does not name the weight, or shapes do not fit.
-        TypeError: converted experts were divided among ranks after the conversion.
+        TypeError: ``ends`` is no tensor of integers, or converted experts were divided among ranks afterwards.
     """
     named = expert_weights(module)
     if name not in named:
@@ -279,6 +280,8 @@ def expert_linear(module: nn.Module, name: str, x: Tensor, ends: Tensor | None =
         ends = torch.arange(1, x.shape[0] + 1, device=x.device) * x.shape[1]
         y = expert_product(module, name, x.flatten(0, 1), ends)
         return y.view(*x.shape[:2], y.shape[1])
+    if not isinstance(ends, Tensor) or ends.is_floating_point():
+        raise TypeError(f"Invalid ends={ends!r}: must be a tensor of integers, the cumulated numbers of tokens")
     if ends.shape != (experts,):
         raise ValueError(f"ends of shape {tuple(ends.shape)} is not of {experts} experts")
     if ends.device.type == "cpu" and not torch.compiler.is_compiling():

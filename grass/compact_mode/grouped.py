@@ -57,12 +57,12 @@ def _behind(ends: Tensor, x: Tensor) -> Tensor:
 
 
 def _runs_grouped(a: Tensor, b: Tensor) -> bool:
-    """Whether ``grouped_mm`` takes the operands: bfloat16 from CUDA's capability 8.0 on; float32 on the CPU."""
+    """Whether ``grouped_mm`` takes some tokens: bfloat16 from CUDA's capability 8.0 on; float32 on the CPU too."""
     if a.device.type == "cpu":
         runs = a.dtype in (torch.float32, torch.bfloat16)
     else:
         runs = a.dtype == torch.bfloat16 and capability(a.device) >= (8, 0)
-    return runs and all(_is_aligned(t) for t in (a, b))
+    return runs and len(a) > 0 and all(_is_aligned(t) for t in (a, b))  # gradients of no tokens may have no strides
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -128,7 +128,7 @@ def advance(every: list[Trained], options: Options, ranks: Ranks, carry_of: Call
         item.layer.before_change()
     due = [item for item in every if refresh_due(item.state, options)]
     norms = _norms_for(due, options, ranks)
-    for item, layer_norms, informative in zip(due, norms, _informative(due, norms, ranks), strict=True):
+    for item, layer_norms, informative in zip(due, norms, _informative(due, norms, options, ranks), strict=True):
         _choose_rows(item, layer_norms, informative, carry_of(item), options)
     _explore_other_rows(every, options)
     for layer, state, *_ in every:
@@ -179,12 +179,14 @@ def _norms_for(every: list[Trained], options: Options, ranks: Ranks) -> list[Ten
     return [norms_of_experts(item.seen(), item.layer.shape[item.layer.dim]) for item in every]
 
 
-def _informative(every: list[Trained], norms: list[Tensor], ranks: Ranks) -> list[bool | None]:
+def _informative(every: list[Trained], norms: list[Tensor], options: Options, ranks: Ranks) -> list[bool | None]:
     """Whether norms decide the selection of each layer; ``None`` where :func:`refresh` finds out.
 
-    Of experts that ranks divide, those of any rank decide: all ranks must count the same refreshes.
+    Of a layer that ranks divide, the norms of any stratum decide: all ranks must count the same refreshes, or one of
+    them would wait for the others in the next step.
     """
-    divided = [item.layer.is_batch and item.layer.strata > 1 for item in every]
+    reads = needs_norms(options.selection)
+    divided = [item.layer.strata > 1 and (reads or item.layer.is_batch) for item in every]
     own = [is_informative(each) for each, asks in zip(norms, divided, strict=True) if asks]
     found = iter(ranks.any_of_each(own, norms[0].device) if own else [])
     return [next(found) if asks else None for asks in divided]

@@ -62,7 +62,9 @@ def _step(ranks: Sequence[Rank], division: Division, even: Division | None) -> s
     step = max(_seconds(ranks, division))
     text = f"{division.micro_batches} micro-batches: {step:.3g} s"
     if even is None:
-        return f"{text}; the even split does not fit"
+        samples = sum(division.sizes) * division.micro_batches
+        why = "does not fit" if samples % len(ranks) == 0 else f"cannot divide {samples} samples among {len(ranks)}"
+        return f"{text}; the even split {why}"
     evenly = max(_seconds(ranks, even))
     return f"{text}; evenly {even.micro_batches} micro-batches: {evenly:.3g} s, {evenly / step:.3g} times as long"
 

@@ -1,6 +1,6 @@
 """Train on ranks of unlike speed: a batch dealt by speed against the same batch split evenly, in turn, in one run.
 
-    python scripts/bench/uneven.py               # two minutes, speeds 3:1, 2:1:1 and 2:2:1
+    python scripts/bench/uneven.py               # five minutes, speeds 3:1, 2:1:1 and 2:2:1
     python scripts/bench/uneven.py --rounds 1 --sample 0.005
     python scripts/bench/uneven.py --half-core   # two ranks that compute, the second on half a core
 

@@ -121,6 +121,23 @@ def parallel(rank: int, dim: int, sizes: tuple[int, ...], cases: list[dict[str, 
     return every
 
 
+def half_without_gradient(rank: int) -> list[Any]:
+    """The second half of the inputs is zero, and so is every gradient of the second stratum of ``up``."""
+    model, optimizer, _ = sharded((2,), 1, ROWS, selection="top_r")
+    for x, y in joint_batches(STEPS):
+        x[:, 6:] = 0
+        optimizer.zero_grad()
+        loss_of(model, (x, y)).backward()
+        optimizer.step()
+    return [optimizer.state[model.up.active]["refreshes"], {k: whole(v) for k, v in model.state_dict().items()}]
+
+
+def test_a_stratum_without_gradients_counts_the_refreshes_of_the_others() -> None:
+    first, second = run_world(half_without_gradient, 2)
+    assert first[0] == second[0] == 1 + STEPS // 2
+    torch.testing.assert_close(first[1], second[1], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -475,3 +475,20 @@ def test_history(mode: str) -> None:
     history = grass.diagnostics.SelectionHistory(optimizer)
     train(model, optimizer, 5)
     assert (history.layers() == ["grass_rows.up", "grass_rows.down"]) == (mode == "compact")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tokens_at_all(dtype: torch.dtype) -> None:
+    """The gradient of a sum has no strides; ranks of expert parallelism may have no token for a step."""
+    model = Experts()
+    for name in ("up", "down"):
+        setattr(model, name, nn.Parameter(torch.randn(EXPERTS, 16, 32, dtype=dtype)))
+    grass.compact(model, rank=8, explore=8)
+    model(torch.randn(0, 32, dtype=dtype), torch.zeros(EXPERTS, dtype=torch.long)).sum().backward()
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("ends", [[2, 4, 6, 8], torch.tensor([2.0, 4.0, 6.0, 8.0])])
+def test_ends_are_integers(ends: object) -> None:
+    with pytest.raises(TypeError, match="must be a tensor of integers"):
+        grass.expert_linear(Experts(), "up", torch.randn(8, OUTER, dtype=torch.float64), ends)

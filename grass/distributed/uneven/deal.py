@@ -60,14 +60,19 @@ class Deal:
         return self.division.sizes[self.rank]
 
     def batches(self, length: int, *, all_ranks: bool = False, **options: Any) -> UnevenBatches:
-        """The batch sampler for data of so many samples; the same order on all ranks.
+        """The batch sampler for data of so many samples; the same order on all ranks, which all have to call this.
 
         Args:
             length: of the data.
             all_ranks: for a loader that accelerate prepares, which gives list ``i`` to rank ``i % ranks``.
             options: ``seed``, ``shuffle``, ``drop_last`` and ``start`` of :class:`UnevenBatches`.
+
+        Raises:
+            ValueError: on every rank, if they differ in an argument: they would take parts of different orders.
         """
-        return UnevenBatches(length, self.division, None if all_ranks else self.rank, **options)
+        sampler = UnevenBatches(length, self.division, None if all_ranks else self.rank, **options)
+        self.ranks.verify_settings({"the length of the data": length, **options})
+        return sampler
 
     def rounds(self, loader: DataLoader[Any]) -> Iterator[list[Any]]:
         """This rank's micro-batches, a list for each step; the steps of one epoch.
@@ -248,7 +253,7 @@ def deal(
         profiles = list(ranks.of_each(lambda: own))
     found = [one for one in profiles if one is not None]
     division, evenly = divide(found, batch), divide_evenly(found, batch)
-    logger.info("Grass: %s; evenly: %s", division, "does not fit" if evenly is None else evenly)
+    logger.info("Grass: %s; evenly: %s", division, "not possible" if evenly is None else evenly)
     return Deal(division, ranks, found, replan_every, watch)
 
 

@@ -105,6 +105,8 @@ def wrong(rank: int, case: str, path: Path) -> None:
         deal([[11, 5], [10, 6]][rank], 16)
     elif case == "one wrong":
         deal([[11, 5], [11, -5]][rank], 16)
+    elif case == "seeds":
+        deal([11, 5], 16).batches(64, seed=rank)
     elif case == "hardware":
         file = path / f"{rank}.json"
         machine = "AMD EPYC 9654, 16 threads, NVIDIA H100" if rank == 1 else ""
@@ -121,6 +123,7 @@ def wrong(rank: int, case: str, path: Path) -> None:
         ("batch", "ValueError: The ranks differ in batch and replan_every: (16, 0) on rank 0; (15, 0) on rank 1"),
         ("sizes", "ValueError: The ranks differ in sizes: 16 samples: 1 micro-batches of 11, 5 on rank 0; 16 samples"),
         ("one wrong", "ValueError: rank 1: ValueError: Invalid sizes=[11, -5]"),
+        ("seeds", "The ranks differ in seed: 0 on ranks [0]; 1 on ranks [1]"),
         ("hardware", "1.json holds times of 'AMD EPYC 9654, 16 threads, NVIDIA H100', this is"),
         ("small", "Invalid batch=1: must be at least the number of ranks, 2"),
         ("largest", "Invalid largest=0: must be >= 1"),
