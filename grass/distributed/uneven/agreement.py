@@ -19,12 +19,12 @@ from grass.parallel.ranks import Ranks
 
 
 def agree(model: nn.Module, optimizer: GrassAdamW, group: dist.ProcessGroup | None = None) -> RemovableHandle:
-    """From now on, send the first rank's weights to all others after each step that refreshes a selection.
+    """From now on, send the first rank's weights and active rows to all others after each step that refreshes.
 
     Ranks reduce the same gradients, but unlike devices may round the updates differently. Such differences would add up
-    in weights. Selections need nothing sent: they follow from seeds and from the first rank's norms, and ranks that
-    have selected other rows are an error of the step. All trained weights are sent, in every ``update_interval``-th
-    step; where they are equal, nothing is written.
+    in weights. All trained weights are sent, in every ``update_interval``-th step, and of converted layers what is
+    active: values and indices. Where they are equal, nothing is written. Selections are equal before, because they
+    follow from seeds and from the first rank's norms; ranks that have selected other rows are an error of the step.
 
     Args:
         model: a replica, also inside of DDP, or streamed on some ranks.
@@ -36,12 +36,15 @@ def agree(model: nn.Module, optimizer: GrassAdamW, group: dist.ProcessGroup | No
 
     Raises:
         TypeError: another optimizer, which has no refreshes.
-        ValueError: the model is sharded, so that there are no replicas.
+        ValueError: the model is sharded, so that there are no replicas, or the optimizer has none of its parameters.
     """
     if not isinstance(optimizer, GrassAdamW):
         raise TypeError(f"Invalid optimizer: must be a GrassAdamW, got {type(optimizer).__name__}")
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("agree() takes replicas: this model is sharded")
+    held = {id(p) for one in optimizer.param_groups for p in one["params"]}
+    if not any(id(p) in held for p in model.parameters()):
+        raise ValueError("agree() takes the model that the optimizer trains: it has none of this model's parameters")
     ranks, last = Ranks.of(group), [_last_refresh(optimizer)]
 
     def after(*_: Any) -> None:

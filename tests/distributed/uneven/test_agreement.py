@@ -77,3 +77,5 @@ def test_what_has_no_replicas_or_refreshes() -> None:
     model, _ = build("adamw")
     with pytest.raises(TypeError, match="must be a GrassAdamW, got AdamW"):
         agree(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="it has none of this model's parameters"):
+        agree(build("compact")[0], build("compact")[1])
