@@ -6,11 +6,14 @@ What they send is queued on streams and arrives late, as with NCCL (``csrc/colle
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import Phase, given, settings
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,6 +30,7 @@ from tests.distributed.test_fsdp import sharded, weights_of  # noqa: E402
 from tests.distributed.training import OPTIONS, dense, joint_batches, train_jointly  # noqa: E402
 from tests.distributed.world import run_world  # noqa: E402
 from tests.fuzz.grid import CLOSE, GridRun, OnGrid, compared, in_panels  # noqa: E402
+from tests.fuzz.test_grid import ACTIONS, SETTINGS  # noqa: E402
 
 SIZE = 2
 STEPS = 5
@@ -35,6 +39,9 @@ SAMPLED: dict[str, Any] = {"selection": "multinomial_norm"}
 BANK: dict[str, Any] = {"selection": "multinomial_norm", "state_policy": "bank"}
 ON_HOST = Offload(fraction=0.0)
 BY_TURNS = Offload(fraction=0.4)
+SHAPES = [(2, 1), (2, 2)]
+ELSEWHERE = {"scaled": "the scaler is the CPU's"}
+"""Actions that only the CPU's fuzzer has, and why."""
 Found = dict[str, Tensor]
 
 
@@ -128,9 +135,9 @@ def on_the_stand_in(rank: int, names: list[str], seeds: list[int]) -> list[list[
     return found
 
 
-def check(names: list[str], seeds: range) -> None:
+def check(names: list[str], seeds: range, backend: str = standin.GROUP) -> None:
     every = run_world(on_cpu, SIZE, names)
-    for rank, results in enumerate(run_world(on_the_stand_in, SIZE, names, list(seeds), backend=standin.GROUP)):
+    for rank, results in enumerate(run_world(on_the_stand_in, SIZE, names, list(seeds), backend=backend)):
         for name, expected, orders in zip(names, every[rank], results, strict=True):
             for seed, found in zip(seeds, orders, strict=True):
                 assert found.keys() == expected.keys(), name
@@ -146,6 +153,12 @@ def test_in_one_order() -> None:
 @pytest.mark.parametrize("name", WAYS)
 def test_many_orders(name: str) -> None:
     check([name], range(1, 9))
+
+
+@pytest.mark.slow
+def test_groups_that_take_no_tensors_of_the_host() -> None:
+    """As ``init_process_group("nccl")`` makes them, but they cannot gather a divided bank, which is on the host."""
+    check([name for name in WAYS if name != "DDP, bank divided"], range(1), "standin:standin_gloo")
 
 
 def on_a_grid(rank: int, setting: OnGrid, actions: list[Any], seed: int) -> bool:
@@ -165,3 +178,15 @@ def test_a_grid() -> None:
     setting = OnGrid((2, 1), options=(("update_interval", 2), ("state_policy", "bank"), ("decay", "all")))
     actions = [("train", {"number": 0, "steps": 2, "clip": 0.5, "batches": 1})]
     assert all(run_world(on_a_grid, SIZE, setting, actions, 0, backend=standin.GROUP))
+
+
+@pytest.mark.slow
+@given(
+    SETTINGS.flatmap(lambda setting: st.sampled_from([replace(setting, shape=shape) for shape in SHAPES])),
+    st.lists(st.one_of(ACTIONS).filter(lambda action: action[0] not in ELSEWHERE), min_size=4, max_size=12),
+    st.integers(0, 1 << 20),
+)
+@settings(max_examples=8, phases=[Phase.generate])
+def test_between_steps_on_a_grid(setting: OnGrid, actions: list[Any], seed: int) -> None:
+    size = setting.shape[0] * setting.shape[1]
+    assert all(run_world(on_a_grid, size, setting, actions, seed, backend=standin.GROUP))
