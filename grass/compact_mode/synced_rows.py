@@ -249,7 +249,7 @@ def stamps_of(active: Tensor | None, weight: Tensor, *, sharded: bool) -> Stamps
 def _stamp(parameter: Tensor | None, sharded: bool) -> Stamp | None:
     if parameter is None or is_sharded(parameter) != sharded:
         return None
-    own = local(parameter.detach()) if sharded else parameter
+    own = local(parameter) if sharded else parameter  # detach() fails in inference mode
     if own.is_meta or type(own) is not (Tensor if sharded else nn.Parameter):
         return None
     return id(parameter), parameter._version, own.data_ptr()

@@ -357,3 +357,27 @@ def refused(rank: int) -> None:
 
 def test_what_is_refused() -> None:
     run_world(refused, 2)
+
+
+def evaluated(rank: int) -> list[Any]:
+    model, optimizer, _ = sharded((2,), 1, ROWS)
+    data = joint_batches(4)
+    train(model, optimizer, data[:2])
+    with torch.inference_mode():
+        loss = whole(loss_of(model, data[2]))
+    train(model, optimizer, data[2:])
+    return [loss, {name: whole(value) for name, value in model.state_dict().items()}]
+
+
+def test_inference_mode_between_steps() -> None:
+    """As without gradients, and training goes on."""
+    model, data = Network(torch.float64), joint_batches(4)
+    convert(model, STRATA[1], 1, **ROWS)
+    optimizer = GrassAdamW(model, **OPTIONS)
+    train(model, optimizer, data[:2])
+    with torch.no_grad():
+        expected = loss_of(model, data[2])
+    train(model, optimizer, data[2:])
+    for loss, weights in run_world(evaluated, 2):
+        torch.testing.assert_close(loss, expected, **EXACT)
+        assert_close(weights, whole_state(model), **EXACT)

@@ -67,7 +67,7 @@ class OneProcess(GridRun):
     setting: Divided  # type: ignore[assignment]
 
     def __init__(self, setting: Divided) -> None:
-        self.setting, self.saved = setting, {}
+        self.setting, self.saved, self.device = setting, {}, "cpu"
         self.build(decoder(setting.model), 0)
         self.begin()
 
