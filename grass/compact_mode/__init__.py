@@ -12,7 +12,8 @@ what                       does                                         with
 ``Int8Weight``             stores a weight in 8 bits                    ``Int8Linear``, ``Int8Conv1D``,
                                                                         ``Int8ExpertRows``
 ``DividedLayer``           is a part of a weight that ranks divide      ``TensorParallelLinear``, ``_Share``,
-                                                                        ``ExpertParallelRows``; ``Strata`` of its state
+                                                                        ``ExpertParallelRows``; ``StratumLayer``: how
+                                                                        its state is saved, by ``Strata``
 ``Attachment``             trains layers by any ``torch.optim``         ``Trained``: a layer in the cycle of refreshes;
                            optimizer                                    ``Owner``: who trains it; ``Reads`` of its
                                                                         weight by others

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
-from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.stratum_state import Strata
+from grass.compact_mode.stratum_state import Strata, StratumLayer
 from grass.parallel.shards import local, shard_dim
-from grass.state.schema import State
 
 
-class DividedLayer(CompactLayer):
+class DividedLayer(StratumLayer):
     """A converted layer that ranks divide; ``chosen`` and ``rank`` are of this rank's stratum."""
 
     def row_placement(self) -> Placement:
@@ -64,15 +62,6 @@ class DividedLayer(CompactLayer):
         whole: dict[str, Any] = {"shape": torch.Size(sizes), "stride": torch.empty(sizes, device="meta").stride()}
         sharded: Tensor = DTensor.from_local(local(tensor), data, placements, run_check=False, **whole)
         return sharded
-
-    def saved_state(self, state: State) -> State:
-        """:meth:`grass.compact_mode.stratum_state.Strata.saved_state`."""
-        active = self.selected_part(self.rows()) if "active" in state else None
-        return self._strata().saved_state(state, active)
-
-    def held_state(self, state: State) -> State:
-        """:meth:`grass.compact_mode.stratum_state.Strata.held_state`."""
-        return self._strata().held_state(state)
 
     def _strata(self) -> Strata:
         active = self.active

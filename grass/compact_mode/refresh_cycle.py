@@ -75,10 +75,18 @@ def adopt(layer: CompactLayer, state: State, carry: Carry) -> State:
 
 def check_sharding(layer: CompactLayer) -> None:
     """Raise ``ValueError`` if a layer is sharded in a way that it cannot be."""
-    if layer.weights and is_sharded(layer.active):
-        raise ValueError(f"weights={layer.weights!r} cannot be sharded: their scales belong to whole rows")
+    if is_sharded(layer.active):
+        check_can_be_sharded(layer)
     check_shards(layer.of_stratum(layer.weight), layer.weight_axis(layer.dim), "weight", batch=layer.is_batch)
     check_shards(layer.of_stratum(layer.active), layer.dim, "active")
+
+
+def check_can_be_sharded(layer: CompactLayer) -> None:
+    """Raise ``ValueError`` if the weight is stored as codes."""
+    if layer.weights:
+        raise ValueError(
+            f"weights={layer.weights!r} of {layer.label!r} cannot be sharded: their scales belong to whole rows"
+        )
 
 
 def check_rows(layer: CompactLayer, state: State) -> None:

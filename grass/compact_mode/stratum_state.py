@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from grass.compact_mode.layer import CompactLayer
 from grass.parallel.shards import local
 from grass.state.schema import MOMENTS, State
 
@@ -124,3 +125,20 @@ class Strata:
                 fitted[name] = kept.movedim(0, self.dim) if name in MOMENTS else kept
         fitted.pop("active", None)
         return fitted
+
+
+class StratumLayer(CompactLayer):
+    """A converted layer of which a rank may have a stratum."""
+
+    def _strata(self) -> Strata:
+        """How the ranks divide it."""
+        raise NotImplementedError
+
+    def saved_state(self, state: State) -> State:
+        """:meth:`Strata.saved_state`."""
+        active = self.selected_part(self.rows()) if "active" in state else None
+        return self._strata().saved_state(state, active)
+
+    def held_state(self, state: State) -> State:
+        """:meth:`Strata.held_state`."""
+        return self._strata().held_state(state)

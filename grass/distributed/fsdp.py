@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.refresh_cycle import check_can_be_sharded
 from grass.targets import expert_weights
 
 
@@ -30,10 +31,8 @@ def shard_placement_fn(model: nn.Module) -> Callable[[nn.Parameter], Shard | Non
         ValueError: weights are int8 codes, whose scales belong to whole rows.
     """
     layers = [module for module in model.modules() if isinstance(module, CompactLayer)]
-    if codes := next((layer for layer in layers if layer.weights), None):
-        raise ValueError(
-            f"weights={codes.weights!r} of {codes.label!r} cannot be sharded: their scales belong to whole rows"
-        )
+    for layer in layers:
+        check_can_be_sharded(layer)
     experts = [module._parameters.get(name) for module in model.modules() for name in expert_weights(module)]
 
     def placement(parameter: nn.Parameter) -> Shard | None:

@@ -45,7 +45,8 @@ class Outcome:
     """What became of a run.
 
     Attributes:
-        answer: ``"yes"``, or the type of the error; with ``"torch's "`` before it if Grass did not raise it.
+        answer: ``"yes"``, of a pair ``"equal"`` or ``"trains"``; or the type of the error, with ``"torch's "`` in front
+            if Grass did not raise it.
         message: of the error.
         losses: of each step.
         weights: the whole ``state_dict`` at the end.

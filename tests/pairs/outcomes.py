@@ -36,8 +36,9 @@ def outcome(pair: Pair) -> Outcome:
     Raises:
         AssertionError: the ranks differ, or results are not those without the features that change none.
     """
-    mode, *features = pair
-    found = of_ranks(mode, tuple(dict.fromkeys(features)))
+    mode, *two = pair
+    features = tuple(dict.fromkeys(two))
+    found = of_ranks(mode, features)
     assert len({each.answer for each in found}) == 1, [(each.answer, each.message) for each in found]
     if found[0].answer != "yes":
         return found[0]
@@ -64,7 +65,6 @@ def plain(mode: str, features: tuple[str, ...]) -> Outcome:
 
 def of_ranks(mode: str, features: tuple[str, ...]) -> list[Outcome]:
     """The outcome in this process, or those of two ranks."""
-    features = tuple(dict.fromkeys(features))
     if not set(ON_RANKS) & set(features):
         return [run(mode, features)]
     return [Outcome(*values) for values in run_world(member, 2, mode, features)]

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.linear_function import differentiable_once
-from grass.compact_mode.stratum_state import Strata
+from grass.compact_mode.stratum_state import Strata, StratumLayer
 from grass.compact_mode.synced_rows import LastChange, Stamp, Stamps
 from grass.distributed.parallel_2d.layers import Linear2D, autocast_to, local_part
 from grass.distributed.parallel_2d.mesh import WEIGHT, Grid, arrived
@@ -44,13 +43,12 @@ from grass.distributed.parallel_2d.summa import (
 from grass.kernels.layout import select_columns
 from grass.parallel.shards import local
 from grass.selection.exploration import first_rows
-from grass.state.schema import State
 
 Weights = Callable[[int], Tensor]
 """Returns a panel of the column's weights (:func:`grass.distributed.parallel_2d.summa.weight_panel`)."""
 
 
-class CompactLinear2D(CompactLayer, Linear2D):
+class CompactLinear2D(StratumLayer, Linear2D):
     """A converted :class:`Linear2D`; ``chosen``, ``rank`` and ``shape`` are those of this rank's stratum."""
 
     plain_class: type[nn.Module] = Linear2D
@@ -84,15 +82,6 @@ class CompactLinear2D(CompactLayer, Linear2D):
         """The stratum's columns of the parameter or its gradient: ``(m, (r + q)/a)``, sharded over the row."""
         sharded: Tensor = DTensor.from_local(local(tensor), self._grid.row_mesh, [Shard(0)], run_check=False)
         return sharded
-
-    def saved_state(self, state: State) -> State:
-        """:meth:`grass.compact_mode.stratum_state.Strata.saved_state`."""
-        active = self.selected_part(self.rows()) if "active" in state else None
-        return self._strata().saved_state(state, active)
-
-    def held_state(self, state: State) -> State:
-        """:meth:`grass.compact_mode.stratum_state.Strata.held_state`."""
-        return self._strata().held_state(state)
 
     def _strata(self) -> Strata:
         return Strata(self._grid.mesh, 0, WEIGHT, 1, self.shape)
