@@ -18,7 +18,7 @@ def cells(notebook):
 def test_runs_from_top_to_bottom(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": tmp_path}}
-    NotebookClient(notebook, timeout=1800, startup_timeout=1800, resources=place).execute()
+    NotebookClient(notebook, timeout=1200, startup_timeout=1200, resources=place).execute()
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from grass import private_names
+from tests.distributed.world import in_own_process
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "grass" / "private_names.py"
@@ -335,14 +336,8 @@ def test_onednn_linear():
     torch.testing.assert_close(private_names.onednn_linear(x, weight), x @ weight.t(), rtol=0, atol=0)  # small integers
 
 
-@pytest.fixture
-def one_process(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_ddp(one_process):
+@in_own_process
+def test_ddp():
     inside = []
 
     class Model(nn.Linear):
@@ -362,7 +357,8 @@ def test_ddp(one_process):
         ddp(torch.ones(1, 2)).sum().backward()
 
 
-def test_process_groups_and_collectives(one_process):
+@in_own_process
+def test_process_groups_and_collectives():
     group = dist.group.WORLD
     assert torch.device("cpu") in private_names.device_types_of(group)
     collectives = private_names.functional_collectives()
@@ -371,7 +367,8 @@ def test_process_groups_and_collectives(one_process):
     assert torch.equal(summed + 0, torch.ones(2))
 
 
-def test_sharded_modules(one_process):
+@in_own_process
+def test_sharded_modules():
     mesh = init_device_mesh("cpu", (1,))
     parallel = parallelize_module(nn.Linear(2, 2), mesh, ColwiseParallel())
     assert private_names.is_parallelized(parallel)
@@ -383,7 +380,8 @@ def test_sharded_modules(one_process):
     assert not private_names.prefetches(nn.Linear(2, 2))
 
 
-def test_gathered_by_fsdp(one_process):
+@in_own_process
+def test_gathered_by_fsdp():
     model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
     assert id(model.weight) not in private_names.gathered_by_fsdp()
     shard, values = model.weight, model.weight.full_tensor()
@@ -393,7 +391,8 @@ def test_gathered_by_fsdp(one_process):
     assert torch.equal(whole, values)
 
 
-def test_around_waits_of_fsdp(one_process):
+@in_own_process
+def test_around_waits_of_fsdp():
     """Every collective of a forward and backward is in one of the wrapped calls, and no computation is."""
     model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), mesh=init_device_mesh("cpu", (1,)))
     model(torch.ones(1, 2))  # FSDP2 makes its groups complete

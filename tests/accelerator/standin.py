@@ -14,6 +14,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -51,8 +52,9 @@ def built() -> Path:
     file = root / f"{name}.so"
     if not file.exists():
         root.mkdir(parents=True, exist_ok=True)
-        sources = [str(path) for path in SOURCES]
-        cpp_extension.load(name, sources, FLAGS, build_directory=str(root), is_python_module=False)
+        with tempfile.TemporaryDirectory(dir=root) as own:  # two processes build at once, and one may be killed
+            cpp_extension.load(name, [*map(str, SOURCES)], FLAGS, build_directory=own, is_python_module=False)
+            os.replace(Path(own) / file.name, file)
     return file
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.accelerator.standin import why_not
+from tests.distributed.world import LIMIT
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -32,7 +33,8 @@ def test_many_seeds_on_the_stand_in(name: str) -> None:
 def _run(name: str, mark: str) -> None:
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-o", "python_files=on_*.py", "-m", mark]
     command = [sys.executable, "-m", "pytest", *options, str(HERE / name)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT
     )
     assert done.returncode in (0, NO_TESTS), done.stdout[-8000:] + done.stderr[-4000:]

@@ -35,7 +35,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     def guarded(swap: Swap) -> None:
         if swap.old is not None:
-            assert opened.wait(1800), "an exchange was awaited while the gate was shut"
+            assert opened.wait(1200), "an exchange was awaited while the gate was shut"
         leave(swap)
 
     monkeypatch.setattr(Swap, "leave", guarded)

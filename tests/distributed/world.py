@@ -5,6 +5,8 @@ The processes are forked from a server that has imported everything once, so tha
 
 from __future__ import annotations
 
+import functools
+import importlib
 import io
 import multiprocessing
 import os
@@ -34,8 +36,8 @@ CONTEXT.set_forkserver_preload(
     ]
 )
 HANG = "no answer in time"
-LIMIT = 1800.0
-"""Seconds after which a test hangs: no test takes as long on the slowest machine."""
+LIMIT = 1200.0
+"""Seconds after which a process hangs: no test takes as long on the slowest machine. Pytest's own limit is longer."""
 
 
 @dataclass
@@ -61,6 +63,24 @@ def run_world(body: Callable[..., Any], size: int, *args: Any, backend: str = "g
     failed = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
     assert not failed, "\n".join(f"rank {rank}: {error}" for rank, error in failed.items())
     return [outcome.value for outcome in outcomes]
+
+
+def in_own_process(test: Callable[..., None]) -> Callable[..., None]:
+    """Make a test run in a process of its own, joined by a group of one; its arguments are pickled.
+
+    A process that goes on after its groups were destroyed may hang: gloo's threads drop what they hold, for which they
+    need Python, while Python waits for their end.
+    """
+
+    @functools.wraps(test)
+    def alone(**arguments: Any) -> None:
+        run_world(_undecorated, 1, test.__module__, test.__name__, arguments)
+
+    return alone
+
+
+def _undecorated(rank: int, module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 def attempt_world(body: Callable[..., Any], size: int, *args: Any, backend: str = "gloo") -> list[Outcome]:

@@ -16,6 +16,7 @@ from tests.integrations.runs import MODES, Build, arguments, trainer
 
 transformers = pytest.importorskip("transformers")
 from grass.integrations.transformers import GrassFactory, GrassTrainer  # noqa: E402
+from tests.distributed.world import in_own_process  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,19 +178,13 @@ def test_unknown_keyword() -> None:
         GrassFactory()(Norms(), rank=4, rnak=4)
 
 
-def test_a_wrapped_model_is_too_late(single_process_group: None) -> None:
+@in_own_process
+def test_a_wrapped_model_is_too_late() -> None:
     with pytest.raises(RuntimeError, match="Too late to convert: DistributedDataParallel"):
         GrassFactory()(nn.parallel.DistributedDataParallel(Norms()), rank=4)
     sharded = torch.distributed.fsdp.fully_shard(Norms())
     with pytest.raises(RuntimeError, match="Too late to convert: FSDPNorms"):
         GrassFactory()(sharded, rank=4)
-
-
-@pytest.fixture
-def single_process_group(tmp_path: Path):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def test_two_optimizers(tiny_llama: Build, tmp_path: Path) -> None:

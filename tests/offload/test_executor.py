@@ -28,7 +28,7 @@ from grass.offload.executor import Executor
 from grass.offload.tasks import Task, simulate
 from tests.offload.schedules import pipeline, schedules
 
-LIMIT = 1800.0
+LIMIT = 1200.0
 """Seconds after which a hang fails; no test waits for them."""
 
 

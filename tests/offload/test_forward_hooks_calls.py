@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from grass import GrassAdamW, Offload
+from tests.distributed.world import in_own_process
 from tests.offload.training import network, same
 
 
@@ -32,23 +32,25 @@ def compiled(model: nn.Module) -> Any:
     return torch.compile(model, backend="eager", fullgraph=True)
 
 
-@pytest.fixture
-def single_process_group() -> Any:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+def bare(model: nn.Module) -> nn.Module:
+    return model
 
 
-@pytest.mark.usefixtures("single_process_group")
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, compiled, lambda model: model], ids=["DDP", "compile", ""])
-@pytest.mark.parametrize(
-    "part", [lambda model, x: model(x), lambda model, x: model.embedding(x)], ids=["model", "part"]
-)
+def of_model(model: Any, x: Tensor) -> Any:
+    return model(x)
+
+
+def of_part(model: Any, x: Tensor) -> Any:
+    return model.embedding(x)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, compiled, bare], ids=["DDP", "compile", ""])
+@pytest.mark.parametrize("part", [of_model, of_part], ids=["model", "part"])
+@in_own_process
 def test_the_model_inside_a_wrapper_or_a_part_of_it_waits(
     wrap: Callable[[nn.Module], nn.Module], part: Callable[[Any, Tensor], Tensor]
 ) -> None:
     results = []
-    gc.collect()  # an optimizer of another test may still look for its model, which torch.compile does not trace
     for offload in (None, Offload(_bytes_per_second=2e5)):
         torch.manual_seed(0)
         torch.compiler.reset()

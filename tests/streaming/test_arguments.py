@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import grass
+from tests.distributed.world import in_own_process
 from tests.streaming.models import Network
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -145,13 +144,10 @@ def test_a_streamed_model_is_not_converted() -> None:
     assert grass.expand(model)
 
 
-def test_ddp_around_a_streamed_model(tmp_path: Path) -> None:
+@in_own_process
+def test_ddp_around_a_streamed_model() -> None:
     model = Network()
     grass.stream(model, device="cpu")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        wrapped = DistributedDataParallel(model)
-        with pytest.raises(RuntimeError, match="computes on one device: use FSDP2's CPUOffloadPolicy instead of DDP"):
-            wrapped(torch.zeros(1, 2, dtype=torch.long))
-    finally:
-        dist.destroy_process_group()
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match="computes on one device: use FSDP2's CPUOffloadPolicy instead of DDP"):
+        wrapped(torch.zeros(1, 2, dtype=torch.long))

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import grass
 from grass import GrassAdamW
+from tests.distributed.world import in_own_process
 from tests.offload.training import same
 from tests.streaming.models import Network
 
@@ -129,18 +129,15 @@ def test_misuse() -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_ddp_is_refused(before: bool, tmp_path: Any) -> None:
+@in_own_process
+def test_ddp_is_refused(before: bool) -> None:
     torch.manual_seed(0)
     model: Any = Network(UNITS)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        if before:
-            wrapped = nn.parallel.DistributedDataParallel(model)
-            grass.stream(model, "cpu")
-        else:
-            grass.stream(model, "cpu")
-            wrapped = nn.parallel.DistributedDataParallel(model)
-        with pytest.raises(RuntimeError, match="CPUOffloadPolicy"):
-            wrapped(torch.arange(8).view(1, 8))
-    finally:
-        dist.destroy_process_group()
+    if before:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        grass.stream(model, "cpu")
+    else:
+        grass.stream(model, "cpu")
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match="CPUOffloadPolicy"):
+        wrapped(torch.arange(8).view(1, 8))

@@ -33,7 +33,7 @@ TINY = (
     "--log-every",
     "1",
 )
-LIMIT = 1800
+LIMIT = 1200
 """Seconds after which a run hangs: none takes as long on the slowest machine."""
 
 context = multiprocessing.get_context("forkserver")
