@@ -31,7 +31,7 @@ from grass.selection.exploration import auto_scale
 from grass.state_dict import Loading, completed
 from grass.step_checks import StepChecks, check_gradients
 from grass.stepping.optimizer_step import OptimizerStep
-from grass.validation import report_default_rank, tensors_of, validate_group
+from grass.validation import check_offloaded, report_default_rank, tensors_of, validate_group
 
 
 class StepsInBackward(Protocol):
@@ -248,8 +248,8 @@ class GrassAdamW(Optimizer):
             report_rank({**self.defaults, **group}["rank"])
         if "rank" not in group:
             report_default_rank(self.defaults, group["params"])
-        if self.offload is not None and (by := next((layer.divided_by for layer in found if layer.divided_by), None)):
-            raise ValueError(f"offload does not take layers that {by} divides")
+        if self.offload is not None:
+            check_offloaded({**self.defaults, **group}, found)
         self._append(group)
         added = self.param_groups[-1]
         for layer in found:

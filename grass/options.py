@@ -186,6 +186,11 @@ class Options:
         assert self.rank is not None
         return resolve_rank(self.rank, size)
 
+    def of_strata(self, count: int) -> Options:
+        """The options of each of ``count`` strata, which share rank and explored rows (:func:`share`)."""
+        shared = {name: share(name, getattr(self, name), count) for name in ("rank", "explore")}
+        return Options.of({**vars(self), **shared})
+
     def explored(self, rank: int, size: int) -> int:
         """How many rows of a weight of dense mode are explored in each step."""
         return explored_count(vars(self), rank, size)
@@ -277,6 +282,19 @@ def resolve_dim(dim: int | str, shape: Sequence[int]) -> int:
 def resolve_rank(rank: int | float, size: int) -> int:
     """How many of ``size`` rows to select: ``rank``, or if it is a float that fraction of them, at least one."""
     return max(1, round(float(rank) * size)) if isinstance(rank, (float, np.floating)) else int(rank)
+
+
+Count = int | float | None
+"""``rank`` or ``explore``, as the user gives it."""
+
+
+def share(name: str, value: Count, strata: int) -> Count:
+    """The part of a count that each of the strata has; a fraction stays."""
+    if strata == 1 or value is None or isinstance(value, (float, np.floating)):
+        return value
+    if value % strata:
+        raise ValueError(f"Invalid {name}={value}: must be a multiple of the {strata} strata of ranks, or a fraction")
+    return value // strata
 
 
 def explored_count(group: Mapping[str, Any], rank: int, size: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from grass.compact_mode.layer import Layers
+from grass.compact_mode.layer import CompactLayer, Layers
 from grass.compact_mode.refresh_cycle import check_rows, resume
 from grass.options import ROW_KEYS, Options, is_batch, is_projected, validate
 from grass.parallel.ranks import Ranks
@@ -26,6 +26,7 @@ from grass.state.bank_exchange import shares_bank
 from grass.state.master import is_half, keeps_master
 from grass.state.schema import HOST_KEYS, MOMENTS, State
 from grass.state.sharding import assembled, assembled_bank
+from grass.state.strata import Strata
 from grass.stepping import step_device
 
 logger = logging.getLogger("grass")
@@ -35,8 +36,8 @@ def completed(state_dict: dict[str, Any], optimizer: Optimizer, layers: Layers, 
     """The state dict with sharded state as ``DTensor``, and active rows' values that the weights cannot hold."""
     for position, (p, group) in enumerate(_with_groups(optimizer)):
         state, layer = state_dict["state"].get(position, {}), layers.get(id(p))
-        if "indices" in state and layer is not None and layer.strata > 1:
-            state_dict["state"][position] = layer.saved_state(state)
+        if "indices" in state and (strata := _strata(p, group, layer)) is not None:
+            state_dict["state"][position] = strata.saved_state(state)
             continue
         if "indices" in state and is_sharded(p):
             batch = layer is None and is_batch(p, group)
@@ -135,8 +136,8 @@ class Loading:
                 plain = {key: value.to(p.device) for key, value in plain.items()}
             return {**plain, "step": plain["step"].to(step_device(p, group), torch.float32)}
         layer = self.layers.get(id(p))
-        if layer is not None and layer.strata > 1:
-            saved = layer.held_state(saved)
+        if (strata := _strata(p, group, layer)) is not None:
+            saved = strata.held_state(saved)
         state: State = {key: local(value) if isinstance(value, Tensor) else value for key, value in saved.items()}
         state["step"] = int(state["step"])
         if "bank_steps" in state and not is_sharded(p):
@@ -163,6 +164,13 @@ def _report_replaced(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 def _with_groups(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
     return [(p, group) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _strata(p: Tensor, group: dict[str, Any], layer: CompactLayer | None) -> CompactLayer | Strata | None:
+    """What knows how ranks divide the selected dimension of a weight; ``None``: they do not."""
+    if layer is not None:
+        return layer if layer.strata > 1 else None
+    return Strata.of(p, Options.of(group).dim_of(p))
 
 
 def _matrix_shape(p: Tensor, group: dict[str, Any], layers: Layers) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ def expert_weights(module: nn.Module) -> dict[str, bool]:
 
 def _checked(module: nn.Module, named: object) -> dict[str, bool]:
     """The weights that a module names, if they are there."""
-    if not isinstance(named, dict):
+    if not isinstance(named, dict) or not all(isinstance(transposed, bool) for transposed in named.values()):
         raise TypeError(
             f"Invalid grass_experts={named!r} of {type(module).__name__}: must be a dict of names and bools"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.refresh_cycle import check_sharding
-from grass.compact_mode.strata import share, sharers
-from grass.options import explored_count, is_batch, is_projected, resolve_dim, resolve_rank, validate
+from grass.compact_mode.strata import sharers
+from grass.options import Options, explored_count, is_batch, is_projected, resolve_dim, resolve_rank, share, validate
 from grass.parallel.shards import check_shards, is_wrapper
 from grass.selection.exploration import resolve_explore
+from grass.state.strata import Strata
 
 logger = logging.getLogger("grass")
 
@@ -100,7 +102,11 @@ def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
         _check_experts(group)
     matrix = torch.empty(tensor.shape[1:] if batch else tensor.shape, device="meta").flatten(1)
     dim = resolve_dim(group["dim"], matrix.shape)
-    check_shards(tensor, dim + batch, "A weight", batch=batch)
+    strata = Strata.of(tensor, dim)
+    if strata is None:
+        check_shards(tensor, dim + batch, "A weight", batch=batch)
+    else:
+        _check_strata(strata, group)
     size = matrix.shape[dim]
     rank = resolve_rank(group["rank"], size)
     if rank > size:
@@ -113,6 +119,27 @@ def _check_tensor(tensor: Tensor, group: dict[str, Any]) -> None:
             f"Invalid explore={explored}: must be at most {size - rank}, the rows of the weight of shape "
             f"{tuple(tensor.shape)} that are not selected, or a fraction, which is cut to that"
         )
+
+
+def check_offloaded(group: dict[str, Any], layers: Iterable[CompactLayer]) -> None:
+    """Raise ``ValueError`` if a group has weights of which ranks have strata: these cannot be stepped on the host."""
+    if by := next((layer.divided_by for layer in layers if layer.divided_by), None):
+        raise ValueError(f"offload does not take layers that {by} divides")
+    options = Options.of(group)
+    for tensor in tensors_of(group["params"]):
+        if options.projects(tensor) and Strata.of(tensor, options.dim_of(tensor)) is not None:
+            raise ValueError(
+                "offload does not take weights that ranks divide along the selected dimension, as one of shape "
+                f"{tuple(tensor.shape)}"
+            )
+
+
+def _check_strata(strata: Strata, group: dict[str, Any]) -> None:
+    """Refuse what is not there for weights that ranks divide along the selected dimension."""
+    for name in ("rank", "explore"):
+        share(name, group[name], strata.count)
+    if group["replacement"]:
+        raise ValueError("replacement=True does not take weights that ranks divide along the selected dimension")
 
 
 def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:

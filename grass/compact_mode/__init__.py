@@ -13,7 +13,7 @@ what                       does                                         with
                                                                         ``Int8ExpertRows``
 ``DividedLayer``           is a part of a weight that ranks divide      ``TensorParallelLinear``, ``_Share``,
                                                                         ``ExpertParallelRows``; ``StratumLayer``: how
-                                                                        its state is saved, by ``Strata``
+                                                                        its state is saved
 ``Attachment``             trains layers by any ``torch.optim``         ``Trained``: a layer in the cycle of refreshes;
                            optimizer                                    ``Owner``: who trains it; ``Reads`` of its
                                                                         weight by others

@@ -11,6 +11,7 @@ from grass.parallel.shards import local
 from grass.selection.draws import draw_generator
 from grass.selection.projector import Projector
 from grass.state.moments import source_rows
+from grass.state.strata import STRATUM_KEY
 
 
 class ActiveRows(nn.Module):
@@ -31,7 +32,7 @@ class ActiveRows(nn.Module):
     selections: int = 0
     experts = 1  # matrices that the weight consists of (grass.compact_mode.experts)
     is_batch = False  # whether they are experts, which rest without tokens
-    strata = 1  # parts of the weight that ranks select rows of by themselves (grass.compact_mode.strata)
+    strata = 1  # parts of the weight that ranks select rows of by themselves (grass.state.strata)
     stratum = 0  # this rank's part
     stores_transposed = False
 
@@ -108,7 +109,7 @@ class ActiveRows(nn.Module):
 
     def place(self, position: int) -> int:
         """What stands for a parameter's place in random keys, so that strata draw different rows."""
-        return position + (self.stratum * self.experts << 24)
+        return position + self.stratum * self.experts * STRATUM_KEY
 
     def as_parameter(self, rows: Tensor) -> nn.Parameter:
         """Values of active rows as the parameter that trains."""

@@ -14,8 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
-from grass.compact_mode.stratum_state import Strata, StratumLayer
+from grass.compact_mode.layer import CompactLayer
 from grass.parallel.shards import local, shard_dim
+from grass.state.schema import State
+from grass.state.strata import Strata
+
+
+class StratumLayer(CompactLayer):
+    """A converted layer of which a rank may have a stratum."""
+
+    def _strata(self) -> Strata:
+        """How the ranks divide it."""
+        raise NotImplementedError
+
+    def saved_state(self, state: State) -> State:
+        """:meth:`grass.state.strata.Strata.saved_state`."""
+        active = self.selected_part(self.rows()) if "active" in state else None
+        return self._strata().saved_state(state, active)
+
+    def held_state(self, state: State) -> State:
+        """:meth:`grass.state.strata.Strata.held_state`."""
+        return self._strata().held_state(state)
 
 
 class DividedLayer(StratumLayer):

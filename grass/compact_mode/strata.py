@@ -10,15 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
+from grass.options import Count, share
 from grass.parallel.shards import is_tensor_parallel, shard_dim
 
 TENSOR_PARALLELISM = "tensor parallelism"
 """What :func:`divider_of` calls it."""
-
-Given = int | float | None
-"""``rank`` or ``explore``, as the user gives it."""
 
 
 def divider_of(layer: Any) -> str | None:
@@ -34,7 +30,7 @@ def strata_of(layer: Any, dim: int) -> int:
     return int(getattr(layer, "strata", 1))
 
 
-def of_stratum(layer: Any, rank: Any, explore: Given, dim: int, weights: str | None) -> tuple[Any, Given]:
+def of_stratum(layer: Any, rank: Any, explore: Count, dim: int, weights: str | None) -> tuple[Any, Count]:
     """Rank and explore of each stratum of a layer; a layer without strata is one.
 
     Raises:
@@ -52,12 +48,3 @@ def of_stratum(layer: Any, rank: Any, explore: Given, dim: int, weights: str | N
 def sharers(layer: Any, strata: int) -> int:
     """How many strata share ``rank`` and ``explore``: one of experts has these numbers of each expert."""
     return 1 if getattr(layer, "is_batch", False) else strata
-
-
-def share(name: str, value: Given, strata: int) -> Given:
-    """The part of a count that each of the strata has; a fraction stays."""
-    if strata == 1 or value is None or isinstance(value, (float, np.floating)):
-        return value
-    if value % strata:
-        raise ValueError(f"Invalid {name}={value}: must be a multiple of the {strata} strata of ranks, or a fraction")
-    return value // strata

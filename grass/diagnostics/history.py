@@ -17,6 +17,7 @@ from grass.diagnostics.measures import MEASURES, LayerRecord, Tracked, mean
 from grass.extras import optional
 from grass.options import as_matrix, is_batch, is_projected
 from grass.state.moments import moment_dtype
+from grass.state.strata import Strata
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,12 +32,17 @@ class _Selected(NamedTuple):
     layer: CompactLayer | None
     state: dict[str, Any]
 
+    def own(self, tensor: Tensor) -> Tensor:
+        """The matrix that rows are selected of in a tensor shaped like the parameter: this rank's stratum of it."""
+        strata = Strata.of(self.parameter, self.state["dim"])
+        return as_matrix(tensor) if strata is None else strata.part(tensor)
+
     def mask(self) -> Tensor:
         """The selected rows as a boolean mask ``(m,)`` on the CPU."""
         if self.layer is not None:
             indices, size = self.layer.selected, self.layer.shape[self.layer.dim]
         else:
-            indices, size = self.state["indices"], as_matrix(self.parameter).shape[self.state["dim"]]
+            indices, size = self.state["indices"], self.own(self.parameter).shape[self.state["dim"]]
         mask = torch.zeros(size, dtype=torch.bool, device="cpu")
         mask[indices.cpu()] = True
         return mask
@@ -220,6 +226,6 @@ def _selects(p: Tensor, group: dict[str, Any], layers: dict[int, CompactLayer]) 
 
 def _dense_norms(item: _Selected) -> Tensor:
     assert item.parameter.grad is not None
-    grad = as_matrix(item.parameter.grad.detach())
+    grad = item.own(item.parameter.grad.detach())
     norms: Tensor = torch.linalg.vector_norm(grad, dim=1 - item.state["dim"], dtype=moment_dtype(grad))
     return norms

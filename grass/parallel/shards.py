@@ -2,8 +2,8 @@
 
 FSDP2 and tensor parallelism each shard a weight along one dimension. Where it is the one along which Grass does not
 select, every rank has its part of every row (``dim=1``: column) and updates its part of the selected ones. A refresh
-only sums squared norms over the shards. Compact mode also takes tensor parallelism along the other dimension: each rank
-then selects rows of its own part.
+only sums squared norms over the shards. Where it is the selected one, each rank selects rows of its own part: a
+stratum.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def aligned_grad(parameter: Tensor) -> Tensor:
 
 
 def check_shards(tensor: Tensor, selected: int, name: str, *, batch: bool = False) -> None:
-    """Raise ``ValueError`` if a tensor is sharded along its dimension ``selected``, or holds partial sums.
+    """Raise ``ValueError`` if a tensor without strata is sharded along its dimension ``selected``, or has partial sums.
 
     One rank alone divides nothing. A ``batch`` of experts may not be divided along its first dimension either, because
     every rank selects rows of all of them.

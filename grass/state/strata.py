@@ -1,4 +1,4 @@
-"""The state of a stratum, saved as that of the whole weight.
+"""Strata: parts of a weight that ranks divide along the selected dimension. Each rank selects rows of its own.
 
 A state dict has the selected rows (``dim=1``: columns) of all strata, counted from the weight's first row, with their
 moments as ``DTensor``. So it is the state of an ordinary converted layer with ``r`` selected rows: one process loads
@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from grass.compact_mode.layer import CompactLayer
-from grass.parallel.shards import local
+from grass.parallel.shards import is_sharded, local, shard_dim
 from grass.state.schema import MOMENTS, State
+
+STRATUM_KEY = 1 << 24
+"""What the key of random draws grows by from one stratum to the next: more than there are parameters."""
 
 OF_ROWS = ("indices", "row_steps", "bank_steps")
 OF_BLOCKS = (*MOMENTS, "bank_exp_avg", "bank_exp_avg_sq", "active")
@@ -41,24 +43,70 @@ class Strata:
     dim: int
     shape: tuple[int, int]
 
+    @classmethod
+    def of(cls, weight: Tensor, dim: int) -> Strata | None:
+        """Those of a ``DTensor`` ``(m, n)``, which one dimension of its mesh divides along ``dim``; else ``None``.
+
+        Raises:
+            ValueError: the ranks have parts of different sizes.
+        """
+        if weight.ndim != 2 or not is_sharded(weight):
+            return None
+        mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
+        if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+            return None
+        over = [i for i, size in enumerate(mesh.shape) if size > 1 and shard_dim(placements[i]) == dim]
+        if len(over) != 1:
+            return None
+        shape, count = list(weight.shape), int(mesh.shape[over[0]])
+        if shape[dim] % count:
+            raise ValueError(
+                f"A weight of shape {tuple(shape)} is divided along the selected dimension {dim} among {count} ranks, "
+                "which must have equal parts: choose the other dim="
+            )
+        shape[dim] //= count
+        return cls(mesh, over[0], tuple(placements), dim, (shape[0], shape[1]))
+
     @property
     def count(self) -> int:
         """``a``, the number of strata."""
         return int(self.mesh.shape[self.over])
 
     @property
+    def number(self) -> int:
+        """Which of them is this rank's."""
+        return int(self.mesh.get_local_rank(self.over))
+
+    @property
     def first(self) -> int:
         """The first row of this rank's stratum."""
-        return int(self.mesh.get_local_rank(self.over)) * self.shape[self.dim]
+        return self.number * self.shape[self.dim]
 
-    def saved_state(self, state: State, active: Tensor | None) -> State:
+    def part(self, tensor: Tensor) -> Tensor:
+        """This rank's stratum of the weight or its gradient, sharded over the other dimensions of the mesh."""
+        if self.mesh.ndim == 1:
+            return local(tensor)
+        names, others = list(self.mesh.mesh_dim_names), list(tensor.placements)  # type: ignore[attr-defined]
+        del names[self.over], others[self.over]
+        whole: dict[str, Any] = {"shape": torch.Size(self.shape), "stride": (self.shape[1], 1)}
+        return DTensor.from_local(local(tensor), self.mesh[tuple(names)], others, run_check=False, **whole)
+
+    def any(self, own: bool, device: torch.device) -> bool:
+        """Whether it is true of any stratum."""
+        found = torch.tensor(float(own), device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.mesh.get_group(self.over))
+        return bool(found)
+
+    def saved_state(self, state: State, active: Tensor | None = None) -> State:
         """The state of the whole weight.
 
         Args:
             state: of this rank's stratum.
             active: values of its selected rows that the weight cannot hold.
         """
-        saved = {**state, "indices": state["indices"] + self.first, "explored": state["explored"] * self.count}
+        saved = {**state, "indices": state["indices"] + self.first}
+        if "explored" in state:
+            saved["explored"] = state["explored"] * self.count
         if active is not None:
             saved["active"] = active
         for name, placements in self._placed(saved):
@@ -67,7 +115,9 @@ class Strata:
 
     def held_state(self, saved: State) -> State:
         """The state of this rank's stratum; the inverse of :meth:`saved_state`."""
-        state = {**saved, "explored": int(saved["explored"]) // self.count}
+        state = dict(saved)
+        if "explored" in saved:
+            state["explored"] = int(saved["explored"]) // self.count
         for name, placements in self._placed(saved):
             state[name] = self._own_part(saved[name], placements)
         state["indices"] = state["indices"] - self.first
@@ -125,20 +175,3 @@ class Strata:
                 fitted[name] = kept.movedim(0, self.dim) if name in MOMENTS else kept
         fitted.pop("active", None)
         return fitted
-
-
-class StratumLayer(CompactLayer):
-    """A converted layer of which a rank may have a stratum."""
-
-    def _strata(self) -> Strata:
-        """How the ranks divide it."""
-        raise NotImplementedError
-
-    def saved_state(self, state: State) -> State:
-        """:meth:`Strata.saved_state`."""
-        active = self.selected_part(self.rows()) if "active" in state else None
-        return self._strata().saved_state(state, active)
-
-    def held_state(self, state: State) -> State:
-        """:meth:`Strata.held_state`."""
-        return self._strata().held_state(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from grass.selection.rules import needs_norms
 from grass.state.bank_exchange import BankExchange
 from grass.state.policies import policy_of
 from grass.state.precision import shrink_
-from grass.state.refresh import Outcome, have_tokens, norms_of_experts, refresh, refresh_due
+from grass.state.refresh import Outcome, have_tokens, is_informative, norms_of_experts, refresh, refresh_due
 from grass.state.schema import MOMENTS
+from grass.state.strata import STRATUM_KEY, Strata
 from grass.stepping.backends import decays_whole, step_rows
 from grass.stepping.experts import count_step, place_of, put_moments, state_of, with_tokens
 from grass.stepping.group import GroupStep, Member, count
@@ -31,16 +33,17 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
     """
     exchange = BankExchange.of(step.group, step.ranks)
     stepped, chosen = [], []
-    for member in members:
-        if refresh_due(member.state, step.options):
-            rows = _choose(step, member, given_norms.pop(member.parameter, None), exchange)
+    for own in (_stratum(step, member) for member in members):
+        if refresh_due(own.member.state, step.options):
+            rows = _choose(own, given_norms.pop(own.member.parameter, None), exchange)
             if rows is None:
                 continue
-            chosen.append(rows)
-        stepped.append(member)
+            if own.strata is None:
+                chosen.append(rows)
+        stepped.append(own)
     exchange.finish()
-    every = [each for member in stepped for each in _rows(step, member)]
-    count([member.state for member in stepped if not step.options.is_batch(member.parameter)])
+    every = [rows for own in stepped for rows in _rows(own.step, own.member)]
+    count([own.member.state for own in stepped if not step.options.is_batch(own.member.parameter)])
     for each in every:
         if decays_whole(step, each):
             shrink_(each.stepped(), step.numbers(each.state).shrink, step.value_key(each.index, each.state))
@@ -51,13 +54,36 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
     return chosen
 
 
-def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: BankExchange) -> Tensor | None:
+class _Stratum(NamedTuple):
+    """What a rank selects rows of: its stratum of a weight, with its share of ``rank``; by default all of the weight.
+
+    Attributes:
+        step: with its options.
+        member: with its part of parameter and gradient.
+        strata: how the ranks divide the weight; ``None``: not along the selected dimension.
+    """
+
+    step: GroupStep
+    member: Member
+    strata: Strata | None
+
+
+def _stratum(step: GroupStep, member: Member) -> _Stratum:
+    p, grad, state, position = member
+    strata = Strata.of(p, step.options.dim_of(p))
+    if strata is None:
+        return _Stratum(step, member, None)
+    own = Member(strata.part(p.detach()), strata.part(grad), state, position + strata.number * STRATUM_KEY)
+    return _Stratum(step.of_strata(strata.count), own, strata)
+
+
+def _choose(stratum: _Stratum, norms: Tensor | None, exchange: BankExchange) -> Tensor | None:
     """Select rows, and return them; ``None`` if they are not to be updated.
 
     The first step is not an update if both gradient and learning rate are zero:
     ``torch.distributed.checkpoint`` takes such a step to make a fresh optimizer create its state.
     """
-    p, grad, state, index = member
+    step, (p, grad, state, index), strata = stratum
     batch, dim, experts = step.options.is_batch(p), step.options.dim_of(p), step.options.experts_of(p)
     check_shards(p if batch else as_matrix(p.detach()), dim + batch, "A weight", batch=batch)
     weight = step.options.matrix_of(local(p.detach()), dim)
@@ -65,15 +91,25 @@ def _choose(step: GroupStep, member: Member, norms: Tensor | None, exchange: Ban
     if norms is None:
         norms = _norms(step, grad, dim)
     carry = policy_of(state, weight, step.options, index, exchange, by_row=batch)
-    if refresh(state, carry, norms, dim, rank, step.options, index, experts) is Outcome.PROVISIONAL and not step.lr:
+    informative = None
+    if strata is not None and _reads_norms(step):
+        # all ranks must count the same refreshes, or one of them would wait for the others in the next step
+        informative = strata.any(is_informative(norms), norms.device)
+    outcome = refresh(state, carry, norms, dim, rank, step.options, index, experts, informative=informative)
+    if outcome is Outcome.PROVISIONAL and not step.lr:
         return None
     indices: Tensor = state["indices"]
     return indices
 
 
+def _reads_norms(step: GroupStep) -> bool:
+    """Whether norms decide, also of any rule if ``lr`` is 0: zeros may then mean no update."""
+    return needs_norms(step.options.selection) or not step.lr
+
+
 def _norms(step: GroupStep, grad: Tensor, dim: int) -> Tensor:
-    """Row norms. A rule that does not read them gets ones, unless ``lr`` is 0: zeros may then mean no update."""
-    if needs_norms(step.options.selection) or not step.lr:
+    """Row norms; ones for a rule that does not read them."""
+    if _reads_norms(step):
         return row_norms(grad if step.options.is_batch(grad) else as_matrix(grad), dim)
     size = step.options.matrix_of(grad).shape[dim]
     if step.options.is_batch(grad):

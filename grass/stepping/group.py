@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -98,6 +99,12 @@ class GroupStep:
         options = self.options
         self.lr = float(options.lr)
         self.adam = {"betas": options.betas, "eps": options.eps, "maximize": options.maximize}
+
+    def of_strata(self, count: int) -> GroupStep:
+        """The step of each of ``count`` strata of a weight."""
+        step = copy.copy(self)
+        step.options = self.options.of_strata(count)
+        return step
 
     def numbers(self, state: State, auto_scale: float = 1.0) -> Numbers:
         """The numbers for one weight, whose counts include this step; ``auto_scale`` is its ``scale="auto"``."""

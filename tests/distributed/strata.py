@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import grass
+from grass.state.strata import STRATUM_KEY
+from grass.stepping import dense
 from tests.compact_mode.networks import compact_layers
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -65,6 +70,54 @@ def _places(model: nn.Module, dim: int, rows: dict[str, Any]) -> dict[str, int]:
     converted = compact_layers(model)
     grass.expand(model)
     return {name: names.index(f"{name}.active") for name in converted}
+
+
+@dataclass(frozen=True)
+class DenseStrata:
+    """How dense mode trains a plain model whose layers :func:`split` has divided.
+
+    Attributes:
+        by_rows: names of the parameters of which rows are selected.
+        full: names of the others.
+        keys: what stands for the place of each of ``by_rows`` in random draws, as where ranks divide the layers.
+    """
+
+    by_rows: list[str]
+    full: list[str]
+    keys: list[int]
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """The groups of a :class:`grass.GrassAdamW` with a ``rank``."""
+        named = dict(model.named_parameters())
+        return [
+            {"params": [named[name] for name in self.by_rows]},
+            {"params": [named[name] for name in self.full], "rank": None},
+        ]
+
+    @contextmanager
+    def draws(self) -> Iterator[None]:
+        """Draw as the ranks do."""
+        whole = dense._stratum
+
+        def keyed(step: Any, member: Any) -> Any:
+            return whole(step, member._replace(position=self.keys[member.position]))
+
+        with mock.patch.object(dense, "_stratum", keyed):
+            yield
+
+
+def split(model: nn.Module, strata: Mapping[str, int], dim: int) -> DenseStrata:
+    """Divide the layers named of a plain model in place."""
+    groups = grass.param_groups(model, 0.25)
+    places = [name for group in groups for name, _ in group["params"]]
+    full = [name for group in groups if group["rank"] is None for name, _ in group["params"]]
+    keys = {name: places.index(name) for name in places if name not in full}
+    for name, count in strata.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, Strata(model.get_submodule(name), count, dim))
+        place = keys.pop(f"{name}.weight")
+        keys |= {f"{name}.blocks.{i}.weight": place + i * STRATUM_KEY for i in range(count)}
+    return DenseStrata([*keys], full, [*keys.values()])
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:

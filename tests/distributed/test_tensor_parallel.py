@@ -87,11 +87,9 @@ def test_dense_mode_under_fsdp2() -> None:
 
 
 def refused(rank: int) -> None:
-    """Selection along the sharded dimension; compact mode on sharded weights, before and after the conversion."""
+    """Compact mode on sharded weights, before and after the conversion."""
     model = Network()
     fully_shard(model)
-    with pytest.raises(ValueError, match="Grass selects along dimension 0"):
-        GrassAdamW(grass.param_groups(model, 3, dim=0))
     with pytest.raises(RuntimeError, match=r"Too late to convert 'up'.*before fully_shard"):
         grass.compact(model, rank=3)
     for style in (ColwiseParallel(), RowwiseParallel()):
@@ -116,10 +114,8 @@ def on_a_mesh(rank: int) -> dict[str, Tensor]:
     plan = {"mix": ColwiseParallel(), "down": RowwiseParallel()}
     model = parallelize_module(Network(torch.float64), mesh["parts"], plan)
     fully_shard(model, mesh=mesh["shards"])
-    for name, dims in {"mix": [0], "down": [0, 1]}.items():
-        for dim in dims:
-            with pytest.raises(ValueError, match=rf"is placed as .* but Grass selects along dimension {dim}"):
-                GrassAdamW([model.get_submodule(name).weight], rank=3, dim=dim)
+    with pytest.raises(ValueError, match=r"is placed as .* but Grass selects along dimension 0"):
+        GrassAdamW([model.mix.weight], rank=4, dim=0)
     optimizer = optimizer_on_a_mesh(model)
     for inputs, targets in joint_batches():
         optimizer.zero_grad()

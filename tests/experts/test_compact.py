@@ -439,7 +439,7 @@ def test_compiled() -> None:
     torch.testing.assert_close(compiled(x), 2 * expected)
 
 
-@pytest.mark.parametrize("named", [{"dwon": True}, {"flat": False}, ["up"]])
+@pytest.mark.parametrize("named", [{"dwon": True}, {"flat": False}, ["up"], {"up": "yes"}])
 def test_weights_that_are_not_there(named: Any) -> None:
     model: Any = Experts()
     model.flat = nn.Parameter(torch.randn(3, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 import grass
 from grass import GrassAdamW
 from tests.distributed.parallel_2d.decoders import decoder, ids, whole, whole_gradients
-from tests.distributed.strata import convert, whole_state
+from tests.distributed.strata import convert, split, whole_state
 from tests.distributed.training import assert_close
 from tests.distributed.world import run_world
 from tests.fuzz.grid import CLOSE, GridRun
@@ -45,6 +46,7 @@ class Divided:
 
     styles: tuple[str, ...]
     model: str = "llama"
+    compact: bool = True
     sharded: bool = False
     dim: int = 1
     rank: float = 0.25
@@ -75,13 +77,29 @@ class OneProcess(GridRun):
         return {"rank": self.setting.rank, "explore": self.setting.explore, "dim": self.setting.dim, "seed": seed}
 
     def build(self, plain: nn.Module, seed: int) -> None:
-        """Convert a plain model."""
+        """Convert a plain model, or divide its layers for dense mode."""
         strata = {name: PARTS for name, style in self.setting.layers().items() if SELECTED[style] == self.setting.dim}
-        convert(plain, strata, **self.rows(seed))
+        if self.setting.compact:
+            convert(plain, strata, **self.rows(seed))
+        else:
+            self.strata = split(plain, strata, self.setting.dim)
         self.model: Any = plain
 
     def begin(self) -> None:
-        self.optimizer = GrassAdamW(self.model, lr=1e-2, **dict(self.setting.options))
+        options: dict[str, Any] = {"lr": 1e-2, **dict(self.setting.options)}
+        params = self.model
+        if not self.setting.compact:
+            params = self.groups()
+            options |= self.rows(0)
+        self.optimizer = GrassAdamW(params, **options)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of dense mode."""
+        return self.strata.groups(self.model)
+
+    def draws(self) -> Any:
+        """While this is open, dense mode draws as the ranks do."""
+        return nullcontext() if self.setting.compact else self.strata.draws()
 
     def share(self, tokens: Tensor) -> Tensor:
         """The part of a batch that is this process's."""
@@ -198,12 +216,16 @@ class DividedRun(OneProcess):
         parallelize_module(
             plain, self.mesh["parts"], {name: STYLES[style]() for name, style in self.setting.layers().items()}
         )
-        grass.compact(plain, **self.rows(seed))
+        if self.setting.compact:
+            grass.compact(plain, **self.rows(seed))
         if self.setting.sharded:
-            placement = grass.distributed.shard_placement_fn(plain)
+            placement = grass.distributed.shard_placement_fn(plain) if self.setting.compact else None
             for module in (*plain.model.layers, plain):  # type: ignore[union-attr]
                 fully_shard(module, mesh=self.mesh["data"], shard_placement_fn=placement)
         self.model = plain
+
+    def groups(self) -> list[dict[str, Any]]:
+        return grass.param_groups(self.model, self.setting.rank)
 
     def share(self, tokens: Tensor) -> Tensor:
         return tokens.chunk(PARTS)[self.mesh["data"].get_local_rank()] if self.setting.sharded else tokens
@@ -219,7 +241,7 @@ class DividedRun(OneProcess):
         GridRun.save(self, full=full)
 
     def expand(self, seed: int) -> None:
-        if self.setting.sharded:
+        if self.setting.sharded or not self.setting.compact:
             self.again(whole(self.model.state_dict()), seed)
             return
         self.optimizer.zero_grad()
@@ -254,7 +276,9 @@ def done(run: OneProcess, actions: list[Action]) -> list[dict[str, Tensor]]:
 
 def as_one_process(setting: Divided, actions: list[Action]) -> None:
     """Do the same in one process and on the ranks; all must have seen the same, and trained alike."""
-    expected = done(OneProcess(setting), actions)
+    run = OneProcess(setting)
+    with run.draws():
+        expected = done(run, actions)
     for ours in run_world(seen, setting.ranks, setting, actions):
         for (name, arguments), got, wanted in zip(actions, ours, expected, strict=True):
             try:

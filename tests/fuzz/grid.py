@@ -43,7 +43,7 @@ class OnGrid:
     """How the model is converted and trained; the shape of the grid."""
 
     shape: tuple[int, ...] = (2, 2)
-    compact: bool = True
+    mode: str = "compact"  # or "dense", or "full rank"
     rank: float = 0.25
     explore: float = 0.25
     options: tuple[tuple[str, Any], ...] = ()
@@ -60,12 +60,15 @@ class GridRun:
         self.begin()
 
     def convert(self, seed: int) -> None:
-        if self.setting.compact:
+        if self.setting.mode == "compact":
             grass.compact(self.model, rank=self.setting.rank, explore=self.setting.explore, seed=seed)
 
     def begin(self) -> None:
-        params: Any = self.model if self.setting.compact else self.model.parameters()
-        options = dict(self.setting.options) if self.setting.compact else {}
+        options = {} if self.setting.mode == "full rank" else dict(self.setting.options)
+        params: Any = self.model if self.setting.mode == "compact" else self.model.parameters()
+        if self.setting.mode == "dense":
+            params = grass.param_groups(self.model, self.setting.rank)
+            options["explore"] = self.setting.explore
         self.optimizer = GrassAdamW(params, lr=1e-2, **options)
 
     def ids(self, number: int, batch: int = BATCH) -> Tensor:
@@ -203,7 +206,7 @@ class GridRun:
 
     def expand(self, seed: int) -> None:
         """Undo the conversion and begin again, with other columns."""
-        if not self.setting.compact:
+        if self.setting.mode != "compact":
             return
         self.optimizer.zero_grad()
         grass.expand(self.model)

@@ -25,7 +25,7 @@ OPTIONS = st.fixed_dictionaries(
 ).map(lambda d: tuple(d.items()))
 SETTINGS = st.builds(
     OnGrid,
-    compact=st.sampled_from([True, True, True, False]),
+    mode=st.sampled_from(["compact", "compact", "dense", "full rank"]),
     rank=st.sampled_from([0.25, 0.5]),
     explore=st.sampled_from([0, 0.25]),
     options=OPTIONS,

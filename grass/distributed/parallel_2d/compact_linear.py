@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from grass.compact_mode.divided import StratumLayer
 from grass.compact_mode.linear_function import differentiable_once
-from grass.compact_mode.stratum_state import Strata, StratumLayer
 from grass.compact_mode.synced_rows import LastChange, Stamp, Stamps
 from grass.distributed.parallel_2d.layers import Linear2D, autocast_to, local_part
 from grass.distributed.parallel_2d.mesh import WEIGHT, Grid, arrived
@@ -43,6 +43,7 @@ from grass.distributed.parallel_2d.summa import (
 from grass.kernels.layout import select_columns
 from grass.parallel.shards import local
 from grass.selection.exploration import first_rows
+from grass.state.strata import Strata
 
 Weights = Callable[[int], Tensor]
 """Returns a panel of the column's weights (:func:`grass.distributed.parallel_2d.summa.weight_panel`)."""

@@ -289,6 +289,8 @@ def stored(path: Path, device: torch.device) -> Profile | None:
 def given(sizes: Sequence[int], batch: int, ranks: int) -> Division:
     """The division with sizes that the user has chosen."""
     check_batch(batch, ranks)
+    if not isinstance(sizes, Sequence):
+        raise TypeError(f"Invalid work={sizes!r}: must be a function of a number of samples, or a size for each rank")
     if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
         raise TypeError(f"Invalid {sizes=}: must be numbers of samples")
     if len(sizes) != ranks or min(sizes) < 0 or not sum(sizes):

@@ -156,7 +156,7 @@ def test_wrong_sizes(sizes, batch, error):
         deal(sizes, batch)
 
 
-@pytest.mark.parametrize(("sizes", "batch"), [([1.5], 3), ([True], 1), ([1], 2.0)])
+@pytest.mark.parametrize(("sizes", "batch"), [([1.5], 3), ([True], 1), ([1], 2.0), (16, 16), ({4: 1}, 4)])
 def test_sizes_that_are_no_numbers(sizes, batch):
     with pytest.raises(TypeError, match="Invalid"):
         deal(sizes, batch)
