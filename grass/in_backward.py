@@ -216,16 +216,16 @@ def _check_supported(optimizer: GrassAdamW) -> None:
             f"step_in_backward takes dense mode, but {len(optimizer.held_layers)} layers were converted by "
             "grass.compact(), which keeps gradients small already"
         )
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if is_sharded(p):
+                raise ValueError(f"step_in_backward takes whole parameters, got a DTensor of shape {tuple(p.shape)}")
     ranks = Ranks.of(optimizer.process_group)
     if ranks.group is not None:
         raise ValueError(
             f"step_in_backward takes one process, got {ranks.group.size()}: backward would step by the gradient of "
             "this process, before DDP averages. If the processes train separate models, set optimizer.process_group"
         )
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if is_sharded(p):
-                raise ValueError(f"step_in_backward takes whole parameters, got a DTensor of shape {tuple(p.shape)}")
 
 
 def _check_free(p: Tensor) -> None:

@@ -293,7 +293,10 @@ def share(name: str, value: Count, strata: int) -> Count:
     if strata == 1 or value is None or isinstance(value, (float, np.floating)):
         return value
     if value % strata:
-        raise ValueError(f"Invalid {name}={value}: must be a multiple of the {strata} strata of ranks, or a fraction")
+        raise ValueError(
+            f"Invalid {name}={value}: must be a multiple of the {strata} strata of ranks, which select equally many "
+            "rows, or a fraction"
+        )
     return value // strata
 
 

@@ -141,7 +141,9 @@ def check_gradient(p: Tensor, group: dict[str, Any]) -> None:
         ValueError: the parameter is sharded and its moments are to have 8 bits.
     """
     if group["moment_dtype"] == "8bit" and is_sharded(p):
-        raise ValueError("moment_dtype='8bit' cannot be sharded: its blocks of 256 values run over rows")
+        raise ValueError(
+            "moment_dtype='8bit' cannot be sharded, because its blocks of 256 values run over rows: take 'bfloat16'"
+        )
     if p.grad is not None and p.grad.layout != torch.strided:
         raise TypeError(
             f"GrassAdamW takes dense gradients, got {p.grad.layout} for a weight of {tuple(p.shape)}; "

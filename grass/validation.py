@@ -139,7 +139,9 @@ def _check_strata(strata: Strata, group: dict[str, Any]) -> None:
     for name in ("rank", "explore"):
         share(name, group[name], strata.count)
     if group["replacement"]:
-        raise ValueError("replacement=True does not take weights that ranks divide along the selected dimension")
+        raise ValueError(
+            "replacement=True does not take weights that ranks divide along the selected dimension: take False"
+        )
 
 
 def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from grass.compact_mode.registry import by_active_rows, layers_of
 from grass.diagnostics.measures import MEASURES, LayerRecord, Tracked, mean
 from grass.extras import optional
 from grass.options import as_matrix, is_batch, is_projected
-from grass.state.moments import moment_dtype
+from grass.parallel.shards import row_norms
 from grass.state.strata import Strata
 
 if TYPE_CHECKING:
@@ -64,6 +64,9 @@ class SelectionHistory:
     when the next step begins, and :meth:`record` waits until the host has finished. In dense mode it computes
     the row norms of every gradient; in compact mode it costs nearly nothing. Layers have their names in the model if
     the optimizer was given named parameters, as by ``GrassAdamW(model)``.
+
+    Of sharded weights every rank has to call :meth:`record`. Where ranks divide a weight along the selected dimension,
+    each records the rows of its own part.
 
     Args:
         optimizer: a :class:`grass.GrassAdamW` in either mode, or any optimizer after :func:`grass.attach`. Pass the
@@ -226,6 +229,4 @@ def _selects(p: Tensor, group: dict[str, Any], layers: dict[int, CompactLayer]) 
 
 def _dense_norms(item: _Selected) -> Tensor:
     assert item.parameter.grad is not None
-    grad = item.own(item.parameter.grad.detach())
-    norms: Tensor = torch.linalg.vector_norm(grad, dim=1 - item.state["dim"], dtype=moment_dtype(grad))
-    return norms
+    return row_norms(item.own(item.parameter.grad.detach()), item.state["dim"])

@@ -62,7 +62,7 @@ class Strata:
         if shape[dim] % count:
             raise ValueError(
                 f"A weight of shape {tuple(shape)} is divided along the selected dimension {dim} among {count} ranks, "
-                "which must have equal parts: choose the other dim="
+                "which must have equal parts: choose another size, or the other dim= if the ranks do not divide that"
             )
         shape[dim] //= count
         return cls(mesh, over[0], tuple(placements), dim, (shape[0], shape[1]))

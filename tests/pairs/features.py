@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -130,27 +129,12 @@ def optimizer_of(model: Any, mode: str, features: tuple[str, ...]) -> Any:
         if "step_in_backward" in features:
             grass.step_in_backward(optimizer)
         return optimizer
-    parameters = model if mode == "compact" else dense_groups(model)
+    parameters = model if mode == "compact" else grass.param_groups(model, rank=0.25, explore=0.25, dim=1)
     options: dict[str, Any] = {"offload": "cpu"} if "offload" in features else {}
     optimizer = grass.GrassAdamW(parameters, lr=1e-2, update_interval=2, **options)
     if "step_in_backward" in features:
         grass.step_in_backward(optimizer)
     return optimizer
-
-
-def dense_groups(model: Any) -> list[dict[str, Any]]:
-    """Groups that select columns, but rows of a weight whose columns tensor parallelism divides."""
-    groups = []
-    for group in grass.param_groups(model, rank=0.25, explore=0.25, dim=1):
-        by_rows = [(name, p) for name, p in group["params"] if is_row_wise(p)]
-        by_columns = [(name, p) for name, p in group["params"] if not is_row_wise(p)]
-        groups += [{**group, "params": by_columns}, {**group, "params": by_rows, "dim": 0}]
-    return [group for group in groups if group["params"]]
-
-
-def is_row_wise(parameter: Any) -> bool:
-    """Whether ``RowwiseParallel`` has divided a weight."""
-    return parameter.ndim == 2 and getattr(parameter, "placements", (None,))[-1] == Shard(1)
 
 
 def train(model: Any, optimizer: Any, features: tuple[str, ...]) -> list[float]:
