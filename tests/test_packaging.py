@@ -117,5 +117,5 @@ def test_a_checkout_on_the_path_says_how_to_install(tmp_path: Path) -> None:
 def test_the_newest_versions_are_asked_for_without_bounds() -> None:
     """`make test-next` would otherwise get the versions that `make test` has."""
     asked = runpy.run_path(str(ROOT / "scripts" / "newest.py"))["requirements"]()
-    assert {"torch", "transformers", "pytest", "numpy"} <= set(asked)
+    assert {"torch", "transformers", "pytest-xdist", "numpy"} <= set(asked)
     assert not [line for line in asked if line.startswith(("torch<", "torch>", "transformers<", "transformers>"))]
