@@ -8,14 +8,11 @@ of which the rank selects and explores rows by draws of its own (:mod:`grass.com
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from grass.compact_mode.layer import CompactLayer
-from grass.parallel.shards import local, shard_dim
+from grass.parallel.shards import own_part, shard_dim
 from grass.state.schema import State
 from grass.state.strata import Strata
 
@@ -70,17 +67,7 @@ class DividedLayer(StratumLayer):
 
     def of_stratum(self, tensor: Tensor) -> Tensor:
         """The stratum's part of the weight, the parameter or its gradient, sharded as FSDP2 shards it."""
-        if self.strata == 1:
-            return tensor
-        mesh = tensor.device_mesh  # type: ignore[attr-defined]
-        if mesh.ndim == 1:
-            return local(tensor)
-        data, placements = mesh[mesh.mesh_dim_names[:-1]], tensor.placements[:-1]  # type: ignore[attr-defined]
-        sizes = list(tensor.shape)
-        sizes[shard_dim(tensor.placements[-1]) or 0] //= self._ranks  # type: ignore[attr-defined]
-        whole: dict[str, Any] = {"shape": torch.Size(sizes), "stride": torch.empty(sizes, device="meta").stride()}
-        sharded: Tensor = DTensor.from_local(local(tensor), data, placements, run_check=False, **whole)
-        return sharded
+        return tensor if self.strata == 1 else own_part(tensor, tensor.device_mesh.ndim - 1)  # type: ignore[attr-defined]
 
     def _strata(self) -> Strata:
         active = self.active

@@ -74,6 +74,22 @@ def check_shards(tensor: Tensor, selected: int, name: str, *, batch: bool = Fals
         )
 
 
+def own_part(tensor: Tensor, over: int) -> Tensor:
+    """This rank's part of a ``DTensor`` that dimension ``over`` of its mesh divides; the others shard it as before."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = tensor.device_mesh, list(tensor.placements)  # type: ignore[attr-defined]
+    if mesh.ndim == 1:
+        return local(tensor)
+    names, sizes = list(mesh.mesh_dim_names), list(tensor.shape)
+    del names[over]
+    sizes[shard_dim(placements.pop(over)) or 0] //= mesh.shape[over]
+    stride = torch.empty(sizes, device="meta").stride()
+    whole: dict[str, Any] = {"shape": torch.Size(sizes), "stride": stride}
+    part: Tensor = DTensor.from_local(local(tensor), mesh[tuple(names)], placements, run_check=False, **whole)
+    return part
+
+
 def is_tensor_parallel(module: Any) -> bool:
     """Whether ``parallelize_module`` has sharded the weight of a layer."""
     return is_sharded(getattr(module, "weight", None)) and is_parallelized(module)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from grass.parallel.shards import is_sharded, local, shard_dim
+from grass.parallel.shards import is_sharded, local, own_part, shard_dim
 from grass.state.schema import MOMENTS, State
 
 STRATUM_KEY = 1 << 24
@@ -84,12 +84,7 @@ class Strata:
 
     def part(self, tensor: Tensor) -> Tensor:
         """This rank's stratum of the weight or its gradient, sharded over the other dimensions of the mesh."""
-        if self.mesh.ndim == 1:
-            return local(tensor)
-        names, others = list(self.mesh.mesh_dim_names), list(tensor.placements)  # type: ignore[attr-defined]
-        del names[self.over], others[self.over]
-        whole: dict[str, Any] = {"shape": torch.Size(self.shape), "stride": (self.shape[1], 1)}
-        return DTensor.from_local(local(tensor), self.mesh[tuple(names)], others, run_check=False, **whole)
+        return own_part(tensor, self.over)
 
     def any(self, own: bool, device: torch.device) -> bool:
         """Whether it is true of any stratum."""
