@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grass.options import as_matrix
-from grass.parallel.shards import check_shards, local, row_norms
+from grass.parallel.shards import check_shards, is_sharded, local, row_norms
 from grass.selection.exploration import auto_scale, draw_explored, reach, turns
 from grass.selection.rules import needs_norms
 from grass.state.bank_exchange import BankExchange
@@ -70,7 +70,7 @@ class _Stratum(NamedTuple):
 
 def _stratum(step: GroupStep, member: Member) -> _Stratum:
     p, grad, state, position = member
-    strata = Strata.of(p, step.options.dim_of(p))
+    strata = Strata.of(p, step.options.dim_of(p)) if is_sharded(p) else None
     if strata is None:
         return _Stratum(step, member, None)
     own = Member(strata.part(p.detach()), strata.part(grad), state, position + strata.number * STRATUM_KEY)

@@ -178,6 +178,13 @@ INTERVAL = 5
 def saved(rank: int, sizes: tuple[int, ...], dim: int, folder: Path, first: int) -> tuple[dict[str, Tensor], Any]:
     """Train nine steps with a checkpoint after six, or load this one; returns weights and rows."""
     model, optimizer, data = sharded(sizes, dim, SAVED, update_interval=INTERVAL)
+    return through_a_checkpoint(model, optimizer, data, folder, first)
+
+
+def through_a_checkpoint(
+    model: nn.Module, optimizer: GrassAdamW, data: Any, folder: Path, first: int
+) -> tuple[dict[str, Tensor], Any]:
+    """As :func:`saved`; ``first`` is the step to begin with: 0 saves, 6 loads."""
     batches = [own_share(batch, data) for batch in joint_batches(9)]
     train(model, optimizer, batches[first:6])
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))

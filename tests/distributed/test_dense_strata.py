@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -19,7 +17,14 @@ import grass
 from grass import GrassAdamW
 from tests.compact_mode.networks import Network, loss_of
 from tests.distributed.strata import EXACT, split, whole_state
-from tests.distributed.test_compact_tensor_parallel import divided, meshes, own_share, train, whole
+from tests.distributed.test_compact_tensor_parallel import (
+    divided,
+    meshes,
+    own_share,
+    through_a_checkpoint,
+    train,
+    whole,
+)
 from tests.distributed.training import assert_close, joint_batches
 from tests.distributed.world import run_world
 
@@ -126,17 +131,7 @@ INTERVAL = 5
 def saved(rank: int, how: tuple[Any, ...], dim: int, folder: Path, first: int) -> tuple[dict[str, Tensor], Any]:
     """Train nine steps with a checkpoint after six, or load this one; returns weights and rows."""
     model, optimizer, data = sharded(how, dim, rank=4, explore=0, update_interval=INTERVAL)
-    batches = [own_share(batch, data) for batch in joint_batches(9)]
-    train(model, optimizer, batches[first:6])
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    if first == 0:
-        dcp.save(states, checkpoint_id=folder)
-    else:
-        dcp.load(states, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-    train(model, optimizer, batches[6:])
-    rows = [whole(state["indices"]) for state in optimizer.state_dict()["state"].values() if "indices" in state]
-    return {name: whole(value) for name, value in model.state_dict().items()}, rows
+    return through_a_checkpoint(model, optimizer, data, folder, first)
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,17 @@ def one_process(strata: int, options: dict[str, Any]) -> dict[str, Tensor]:
     model = decoder()
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and name != "lm_head"]
     convert(model, dict.fromkeys(linears, strata), **ROWS)
-    optimizer = GrassAdamW(model, **OPTIONS, **options)
+    train_plain(model, GrassAdamW(model, **OPTIONS, **options))
+    return whole_state(model)
+
+
+def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As :func:`train_step` in each step, in one process."""
     for step in range(STEPS):
         optimizer.zero_grad()
         plain_loss(model, ids(step)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-    return whole_state(model)
 
 
 def trained(rank: int, shape: tuple[int, ...], cases: list[dict[str, Any]], grid: dict[str, Any]) -> list[Any]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import grass
 from grass import GrassAdamW
-from tests.distributed.parallel_2d.decoders import decoder, ids, on_grid, plain_loss, whole
-from tests.distributed.parallel_2d.test_compact import STEPS, train_step
+from tests.distributed.parallel_2d.decoders import decoder, on_grid, whole
+from tests.distributed.parallel_2d.test_compact import STEPS, train_plain, train_step
 from tests.distributed.strata import EXACT, split, whole_state
 from tests.distributed.training import assert_close
 from tests.distributed.world import run_world
@@ -30,11 +30,7 @@ def one_process(options: dict[str, Any]) -> dict[str, Tensor]:
     strata = split(model, dict.fromkeys(linears, 2), options.get("dim", 1))
     optimizer = GrassAdamW(strata.groups(model), **OPTIONS, **options)
     with strata.draws():
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            plain_loss(model, ids(step)).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
+        train_plain(model, optimizer)
     return whole_state(model)
 
 
