@@ -7,13 +7,14 @@ r"""What training a model takes, by category and method, and what fits a GPU.
     python -m grass.memory --model 13b --offload-path /fast/disk
     python -m grass.memory --model 70b --stream --gpu 24GB --host 192GB
     python -m grass.memory --model 13b --tokens 26B --tflops 400
+    python -m grass.memory --model 13b --gpus 8 --fsdp --gpu 24GB
     python -m grass.memory --model 13b --stream --sweep 6x300 --devices 2 --tflops 200 --host 192GB
     python -m grass.memory --model 13b --machine a.json --machine b.json --batch 64
     python -m grass.memory --model path/to/config.json --no-checkpointing --chunked-loss 0
 
 Nothing is allocated: what a block saves is counted on tensors without contents, the rest follows in closed form; all is
-checked against torch's memory tracker. The numbers are those of one process, without the CUDA context (about half a GB)
-and without what other processes hold.
+checked against torch's memory tracker. The numbers are those of one process, also with --gpus, without the CUDA
+context (about half a GB) and without what other processes hold.
 """
 
 from __future__ import annotations
@@ -50,6 +51,15 @@ FLAGS = {
 }
 """Flags by the field of :class:`Setting` that they set; their defaults are lowered to what a model allows."""
 
+FLAGS_IN_ERRORS = FLAGS | {
+    "shards": "--fsdp --gpus",
+    "active_dtype": "--active-dtype",
+    "offload": "--offload",
+    "moment_dtype": "--moment-dtype",
+    "selection": "--selection",
+}
+"""Flags by the fields that errors name."""
+
 BATCH = 64
 """Sequences of a step of several machines."""
 
@@ -62,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     given = {field: getattr(args, field) for field in FLAGS if getattr(args, field) is not None}
     try:
+        _check_gpus(args)
         setting = Setting(
             **given,
             lora_rank=args.lora_rank,
@@ -71,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             moment_dtype=args.moment_dtype,
             bank_dtype=getattr(torch, args.bank_dtype),
             dtype=getattr(torch, args.dtype),
-            active_dtype=getattr(torch, args.active_dtype),
+            active_dtype=getattr(torch, args.active_dtype or (args.dtype if args.fsdp else "float32")),
             checkpointing=args.checkpointing,
             offload=args.offload or args.stream or args.masters or args.offload_path is not None,
             masters=args.masters,
@@ -79,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             stream=args.stream,
             cache=args.cache or 0,
             host_activations=args.host_activations,
+            shards=args.gpus if args.fsdp else 1,
             slack=args.slack,
         )
         model = load_architecture(args.model)
@@ -93,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         machine = Machine.read(args.machine[0]) if args.machine else None
         budget = _budget(args.tokens, args.tflops, swept=args.sweep is not None)
         sweep = None if args.sweep is None else _swept(args, setting, machine)
-        print(render(args.model, model, setting, args.gpu, machine, args.host, budget, sweep))
+        print(render(args.model, model, setting, args.gpu, machine, args.host, budget, sweep, args.gpus))
         if args.offload_path is not None:
             print(_room(args.offload_path))
     except (ImportError, OSError, ValueError) as error:
@@ -131,7 +143,7 @@ def argument_parser() -> ArgumentParser:
     add("--moment-dtype", "--moments", choices=tuple(MOMENTS), default="float32", help="of Grass")
     add("--bank-dtype", choices=("float32", "bfloat16"), default="float32", help="of the bank in host memory")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and arithmetic")
-    add("--active-dtype", choices=DTYPES, default="float32", help="of active rows and adapters")
+    add("--active-dtype", choices=DTYPES, help="of active rows and adapters; default: float32, or --dtype with --fsdp")
     checkpointing: Any = argparse.BooleanOptionalAction
     add("--checkpointing", action=checkpointing, default=True, help="of activations")
     add(
@@ -152,6 +164,8 @@ def argument_parser() -> ArgumentParser:
     add("--stream", action="store_true", help="--offload, and blocks visit the device one by one")
     add("--cache", type=size, metavar="SIZE", help="of blocks that stay on the device with --stream")
     add("--host-activations", action="store_true", help="inputs of blocks wait on the host with --stream")
+    add("--gpus", type=int, default=1, help="that train together, each --batch sequences of its own: replicas (DDP)")
+    add("--fsdp", action="store_true", help="fully_shard divides every block, and what is left, among --gpus")
     add("--host", type=size, metavar="SIZE", help="host memory to fit, with --gpu")
     add(
         "--machine",
@@ -172,6 +186,15 @@ def argument_parser() -> ArgumentParser:
     add("--devices", type=int, default=2, help="of the sweep; default: 2")
     add("--slack", type=float, default=0.02, help="allocator slack, a fraction of the peak: an assumption")
     return parser
+
+
+def _check_gpus(args: argparse.Namespace) -> None:
+    if args.gpus < 1:
+        raise ValueError(f"Invalid --gpus {args.gpus}: must be >= 1")
+    if args.fsdp and args.gpus == 1:
+        raise ValueError("--fsdp divides the model among several devices: add --gpus")
+    if args.gpus > 1 and (args.sweep is not None or args.machine):
+        raise ValueError("--gpus says how many like devices train one model: leave out --sweep and --machine")
 
 
 def _uneven(args: argparse.Namespace, model: Architecture, setting: Setting) -> str:
@@ -212,7 +235,7 @@ def _room(directory: Path) -> str:
 
 def _with_flags(message: str) -> str:
     """An error's message with the flags in place of the fields that they set."""
-    return re.sub(r"\b(\w+)=", lambda match: f"{FLAGS[match[1]]}=" if match[1] in FLAGS else match[0], message)
+    return re.sub(r"\b(\w+)=", lambda match: f"{FLAGS_IN_ERRORS.get(match[1], match[1])}=", message)
 
 
 if __name__ == "__main__":

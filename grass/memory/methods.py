@@ -38,6 +38,26 @@ NO_HOST = Host()
 """Without offload."""
 
 
+class Gathered(NamedTuple):
+    """Bytes that every device holds for a while of a model that is divided among them (:mod:`grass.memory.sharding`).
+
+    Attributes:
+        block: of a block with its active rows.
+        ends: of everything outside the blocks.
+        block_gradients: of a block before they are reduced.
+        end_gradients: likewise of the ends.
+    """
+
+    block: int
+    ends: int
+    block_gradients: int
+    end_gradients: int
+
+    def most(self, layers: int) -> int:
+        """The most at a time, in backward of a block: the next one is there, gradients of the last one are sent."""
+        return self.ends + min(layers, 2) * (self.block + self.block_gradients)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
     """Bytes; "layer" is one block.
@@ -61,6 +81,7 @@ class Holdings:
         codes: whether the blocks' weights are int8 codes.
         whole: elements of each parameter that is stepped whole.
         in_backward: whether a gradient is stepped and freed as soon as it is complete.
+        gathered: what is whole for a while, where all else is divided among several devices.
     """
 
     weights: int
@@ -81,10 +102,17 @@ class Holdings:
     codes: bool = False
     whole: tuple[int, ...] = ()
     in_backward: bool = False
+    gathered: Gathered | None = None
 
     def inputs_of(self, model: Architecture) -> int:
         """Blocks whose inputs are on the device at a time under checkpointing."""
         return model.layers if self.inputs is None else self.inputs
+
+    def in_block(self, setting: Setting, *, refresh: bool = False) -> tuple[float, float]:
+        """What a block keeps for its backward, and what its backward needs beside that."""
+        activations = self.refresh_saved if refresh else self.layer_saved
+        saved = self.traced.block_input if setting.checkpointing else activations
+        return saved, (activations if setting.checkpointing else 0) + self.traced.temporaries + self.layer_workspace
 
 
 Method = Callable[[Architecture, Setting], Holdings]
@@ -208,8 +236,8 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
     saved = round(sum((r + q) * share for (r, q, _), share in zip(every, used, strict=True)))
     with_state, rows = sum(r * width for r, _, width in every), sum((r + q) * width for r, q, width in every)
     dense = layers * model.vectors + model.ends
-    per_index = 8 if setting.state_policy == "reset" else 12  # the index, and a step count of each row's own
-    moments = layers * (2 * with_state * MOMENTS[setting.moment_dtype] + per_index * selected) + 2 * dense * e
+    moments = layers * (2 * with_state * MOMENTS[setting.moment_dtype] + index_bytes(setting) * selected)
+    moments += 2 * dense * e
     if not setting.offload:
         moments += (4 + 2 * (4 - e)) * _with_master(model.whole(linears=False), setting)
     selectable = sum(linear.experts * linear.size(dim) for linear in model.linears)
@@ -232,6 +260,11 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
         refresh_layer_gradients=sketch * 4 * selectable,
         whole=model.whole(linears=False),
     )
+
+
+def index_bytes(setting: Setting) -> int:
+    """Bytes of what is kept of a selected row beside its moments: its index, and a step count of its own."""
+    return 8 if setting.state_policy == "reset" else 12
 
 
 SCALE_BYTES = 4

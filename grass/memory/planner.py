@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from grass.memory.activations import loss_memory
@@ -9,6 +10,7 @@ from grass.memory.architecture import Architecture
 from grass.memory.methods import METHODS, OFFLOADABLE, Holdings, Host, offloaded
 from grass.memory.offloading import bytes_in_files
 from grass.memory.setting import Setting
+from grass.memory.sharding import SHARDABLE, sharded, sharded_peaks
 from grass.memory.streaming import streamed
 
 
@@ -26,6 +28,8 @@ class Plan:
         files: bytes of bank and ``host`` that lie in files, not in memory.
         activations: what forward saves; under checkpointing the layers' inputs and one layer's recomputation.
         loss: logits and gradients with respect to them.
+        gathered: whole blocks, the ends, and gradients on their way to the devices that keep them, where devices divide
+            the model.
         workspace: temporaries of backward through one layer, or of the optimizer's step if these are larger, and the
             sketch of a refresh.
         peak: the most that exists at a time. Not the sum of the categories: gradients grow as activations shrink.
@@ -42,6 +46,7 @@ class Plan:
     files: int
     activations: int
     loss: int
+    gathered: int
     workspace: int
     peak: int
     peak_at: str
@@ -62,6 +67,11 @@ class Plan:
         return self.total <= gpu and (host is None or self.on_host <= host)
 
 
+def planned_methods(setting: Setting) -> Collection[str]:
+    """The methods that have a plan: all of :data:`grass.memory.METHODS`, fewer where devices divide the model."""
+    return SHARDABLE if setting.shards > 1 else METHODS
+
+
 def plan(method: str, model: Architecture, setting: Setting) -> Plan:
     """Plan the training of ``model`` by one of :data:`grass.memory.METHODS`.
 
@@ -69,10 +79,10 @@ def plan(method: str, model: Architecture, setting: Setting) -> Plan:
     ``update_interval``-th step, and the largest.
 
     Raises:
-        ValueError: the method is unknown, or the setting does not suit the model.
+        ValueError: the method is unknown, or has no plan for several devices, or the setting does not suit the model.
     """
-    if method not in METHODS:
-        raise ValueError(f"Unknown method {method!r}; available: {', '.join(METHODS)}")
+    if method not in (methods := planned_methods(setting)):
+        raise ValueError(f"Unknown method {method!r}; available: {', '.join(methods)}")
     setting.check(model)
     held = METHODS[method](model, setting)
     files = 0
@@ -81,7 +91,11 @@ def plan(method: str, model: Architecture, setting: Setting) -> Plan:
         files = bytes_in_files(method, model, setting) if setting.files else 0
         if setting.stream:
             held = streamed(held, model, setting)
-    moments = {**peaks(held, model, setting, refresh=False), **peaks(held, model, setting, refresh=True)}
+    if setting.shards > 1:
+        held = sharded(method, held, model, setting)
+        moments = sharded_peaks(held, model, setting)
+    else:
+        moments = {**peaks(held, model, setting, refresh=False), **peaks(held, model, setting, refresh=True)}
     peak_at = max(moments, key=lambda moment: moments[moment])
     layer = max(held.layer_saved, held.refresh_saved)
     kept = held.traced.block_input * held.inputs_of(model) + layer if setting.checkpointing else layer * model.layers
@@ -95,6 +109,7 @@ def plan(method: str, model: Architecture, setting: Setting) -> Plan:
         files=files,
         activations=round(kept + held.traced.ends),
         loss=round(loss_memory(model, setting, held.traced.loss, head_trains=held.end_gradients > 0)),
+        gathered=0 if held.gathered is None else held.gathered.most(model.layers),
         workspace=round(max(held.layer_workspace + held.traced.temporaries, held.step_workspace))
         + model.layers * (held.refresh_layer + held.refresh_layer_gradients),
         peak=moments[peak_at],
@@ -111,10 +126,8 @@ def peaks(held: Holdings, model: Architecture, setting: Setting, *, refresh: boo
     layers, name = model.layers, " of a refresh step" if refresh else ""
     static = held.weights + held.active_rows + held.moments + (layers * held.refresh_layer if refresh else 0)
     layer_gradients = held.layer_gradients + (held.refresh_layer_gradients if refresh else 0)
-    activations = held.refresh_saved if refresh else held.layer_saved
-    saved = held.traced.block_input if setting.checkpointing else activations
+    saved, in_layer = held.in_block(setting, refresh=refresh)
     every = saved * held.inputs_of(model)
-    in_layer = (activations if setting.checkpointing else 0) + held.traced.temporaries + held.layer_workspace
     ends, head = held.traced.ends, model.head * setting.dtype.itemsize if held.end_gradients else 0
     gradients = layers * layer_gradients + held.end_gradients
     if held.in_backward:

@@ -46,6 +46,7 @@ class Setting:
         stream: with ``offload``, the blocks visit the device one by one (:func:`grass.stream`).
         cache: bytes of blocks that then stay on the device.
         host_activations: the inputs of blocks then wait on the host for backward.
+        shards: devices that ``fully_shard`` divides the model among, block by block.
         slack: allocator slack: what rounding and fragmentation add to the peak, as a fraction of it.
     """
 
@@ -70,6 +71,7 @@ class Setting:
     stream: bool = False
     cache: int = 0
     host_activations: bool = False
+    shards: int = 1
     slack: float = 0.02
 
     def __post_init__(self) -> None:
@@ -89,6 +91,7 @@ class Setting:
             ("slack", 0),
             ("sketch_size", 1),
             ("cache", 0),
+            ("shards", 1),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"Invalid {name}={getattr(self, name)}: must be >= {least}")
@@ -97,8 +100,21 @@ class Setting:
             raise ValueError("Invalid stream=True: needs offload and checkpointing, which a streamed model always has")
         if self.masters and not self.offload:
             raise ValueError("Invalid masters=True: only with offload=True")
+        if self.shards > 1:
+            self._check_shards()
         if not self.stream and (self.cache or self.host_activations):
             raise ValueError("Invalid cache or host_activations: only with stream=True")
+
+    def _check_shards(self) -> None:
+        """Raise ``ValueError`` for what FSDP2 does not take, or what has no plan there."""
+        for name, allowed in (
+            ("active_dtype", self.dtype),
+            ("offload", False),
+            ("moment_dtype", "float32" if self.moment_dtype == "8bit" else self.moment_dtype),
+            ("selection", "uniform" if self.gathers_sketch else self.selection),
+        ):
+            if getattr(self, name) != allowed:
+                raise ValueError(f"Invalid {name}={getattr(self, name)} with shards={self.shards}: must be {allowed}")
 
     def has_master(self, elements: int) -> bool:
         """Whether a parameter of this size that is stepped whole has a float32 master: small ones, and with masters."""

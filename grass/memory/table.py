@@ -11,7 +11,7 @@ from grass.memory.duration import SECONDS_OF_A_DAY, days
 from grass.memory.fits import largest_that_fit
 from grass.memory.methods import METHODS, OFFLOADABLE, Host
 from grass.memory.offloading import step_tasks
-from grass.memory.planner import Plan, plan
+from grass.memory.planner import Plan, plan, planned_methods
 from grass.memory.setting import Setting
 from grass.memory.streaming import step_seconds, visiting
 from grass.memory.sweep import Sweep
@@ -25,6 +25,7 @@ CATEGORIES = {
     "moments": "moments",
     "activations": "activations",
     "loss": "logits and loss",
+    "gathered": "gathered, gradients on their way",
     "workspace": "workspace",
 }
 
@@ -38,16 +39,18 @@ def render(
     host: int | None = None,
     budget: tuple[float, float] | None = None,
     sweep: tuple[Sweep, float | None] | None = None,
+    gpus: int = 1,
 ) -> str:
     """The table; with a ``gpu`` (and a ``host``) of so many bytes what fits; with a ``machine`` how long steps take.
 
-    ``budget`` is a number of tokens and the TFLOP/s of training: with it, how many days they take. ``sweep`` has the
-    TFLOP/s too, or ``None`` if ``machine`` says how long a step takes.
+    ``budget`` is a number of tokens and the TFLOP/s of training on each of ``gpus``: with it, how many days they take.
+    ``sweep`` has the TFLOP/s too, or ``None`` if ``machine`` says how long a step takes.
     """
-    plans = {method: plan(method, model, setting) for method in METHODS}
+    plans = {method: plan(method, model, setting) for method in planned_methods(setting)}
     rows = [["", *plans]] + [
         [_label(field, label, setting.checkpointing), *(_gb(getattr(p, field)) for p in plans.values())]
         for field, label in CATEGORIES.items()
+        if field != "gathered" or setting.shards > 1
     ]
     if not setting.stream:
         other = replace(setting, checkpointing=not setting.checkpointing)
@@ -76,11 +79,13 @@ def render(
         rows += _fitting(plans, model, setting, gpu, host)
     if budget is not None:
         tokens, tflops = budget
-        every = [f"{days(method, model, setting, tokens, tflops):,.3g}" for method in plans]
-        rows.append([f"days, {tokens:.3g} tokens, {tflops:g} TFLOP/s", *every])
+        every = [f"{days(method, model, setting, tokens, gpus * tflops):,.3g}" for method in plans]
+        each = f"{gpus} x " if gpus > 1 else ""
+        rows.append([f"days, {tokens:.3g} tokens, {each}{tflops:g} TFLOP/s", *every])
     if sweep is not None:
         rows += _sweep(plans, model, setting, *sweep, machine, host)
     notes = ["GB are 10^9 bytes. The peak is less than the sum: gradients grow while activations shrink."]
+    notes += _of_several(setting, gpus)
     if setting.offload:
         notes.append(
             f"{'Streamed' if setting.stream else 'Offloaded'}: {', '.join(OFFLOADABLE)}; the others cannot be."
@@ -100,6 +105,19 @@ def render(
         )
     notes += [f"Peak of {method}: {p.peak_at}." for method, p in plans.items()]
     return "\n".join([heading(name, model, setting, gpu), "", *aligned(rows), "", *notes])
+
+
+def _of_several(setting: Setting, gpus: int) -> list[str]:
+    """What a plan for several GPUs takes for granted."""
+    if gpus == 1:
+        return []
+    if setting.shards == 1:
+        return [f"Each of {gpus} GPUs holds all of this: DDP with gradient_as_bucket_view=True."]
+    return [
+        f"Each of {gpus} GPUs: fully_shard of each block and of the model, resharded after forward; Grass with "
+        "shard_placement_fn. AdamW float32 with MixedPrecisionPolicy, all else in the weights' dtype. Methods that "
+        "have no plan here are left out."
+    ]
 
 
 def _sweep(

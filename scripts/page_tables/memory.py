@@ -111,3 +111,20 @@ def planned_shares() -> str:
     lines = [[names[share], *gigabytes_of("Grass", rank=share)] for share in SHARES]
     lines += [[name, *gigabytes_of(method)] for name, method in ADAMW.items()]
     return table(header, lines)
+
+
+def planned_sharded() -> str:
+    """Tracked peak of one of several devices, and over the planned one."""
+    rows = read("memory_sharded.csv")
+    methods, models = (list(dict.fromkeys(row[name] for row in rows)) for name in ("method", "model"))
+    found = {(row["model"], row["method"]): row for row in rows}
+    cells = (
+        [f"LLaMA {size}"]
+        + [
+            f"{float(r['peak_gb']):.2f} GB ({float(r['tracked_over_planned']):.3f})"
+            for m in methods
+            for r in [found[size, m]]
+        ]
+        for size in models
+    )
+    return table(["", *methods], cells)
