@@ -85,6 +85,34 @@ def test_peers_project_the_same_weights(model, name, rank):
     assert sum(p.numel() for p in rest["params"]) == PARAMETERS - PROJECTED
 
 
+def test_muon_and_adamw_are_one_optimizer(model):
+    """Equal to torch's own two, each over its part of the weights, under a schedule of both rates."""
+    twin = build_llama(llama_config("1m", vocab_size=VOCAB, max_seq_len=16))
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=3e-3, scale=0.5, weight_decay=0.1))
+    linear = {name for name, p in twin.named_parameters() if p.ndim == 2 and ".layers." in name}
+    parameters = dict(twin.named_parameters())
+    muon = torch.optim.Muon(
+        [parameters[name] for name in sorted(linear)], lr=1.5e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
+    adamw = torch.optim.AdamW(
+        [p for name, p in parameters.items() if name not in linear], lr=3e-3, weight_decay=0.1, fused=True
+    )
+    schedules = [torch.optim.lr_scheduler.LinearLR(each, total_iters=4) for each in (optimizer, muon, adamw)]
+    tokens = torch.arange(64).view(4, 16)
+    for _ in range(3):
+        for each, steps in ((model, [optimizer]), (twin, [muon, adamw])):
+            each.zero_grad()
+            each(input_ids=tokens, labels=tokens).loss.backward()
+            for step in steps:
+                step.step()
+        for schedule in schedules:
+            schedule.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, parameters[name], rtol=0, atol=0)
+    assert sum(p.numel() for p in optimizer.param_groups[0]["params"]) == PROJECTED
+    assert state_bytes(optimizer).device >= 4 * (PROJECTED + 2 * (PARAMETERS - PROJECTED))
+
+
 def test_bytes_of_states_and_gradients(model):
     train(model, optimizer := build_optimizer(model, OptimizerConfig(name="adamw")), steps=1)
     tensors = len(optimizer.state)
@@ -105,7 +133,7 @@ def test_missing_peer_says_how_to_install_it(model, name, module, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "sgd"}, "'sgd'; available: adamw, grass, galore, apollo, fira, adafactor, adamw8bit"),
+        ({"name": "sgd"}, "'sgd'; available: adamw, grass, galore, apollo, fira, adafactor, adamw8bit, muon"),
         ({"lr": -1.0}, "lr=-1.0: must be a finite number .*>= 0"),
         ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\): must be two numbers in \[0, 1\)"),
         ({"rank": 0}, "rank=0: must be an integer >= 1"),

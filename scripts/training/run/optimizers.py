@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Adafactor, AdamW, Optimizer
+from torch.optim import Adafactor, AdamW, Muon, Optimizer
 
 from grass import GrassAdamW, Offload, compact, param_groups
 from grass.coverage import silent
@@ -42,7 +42,7 @@ class OptimizerConfig:
         rank: of projected weights, a number or a fraction of the dimension (grass, galore, apollo, fira).
         update_interval: steps between changes of the projection (likewise); ``None`` is Grass's default.
         scale: multiplies the update of projected weights (likewise); ``None`` is the method's default: ``"auto"`` for
-            grass, 0.25 for galore, 1 for the others.
+            grass, 0.25 for galore, 1 for the others. Of muon it multiplies the learning rate of the same weights.
         dim: select rows (0), columns (1) or along the smaller dimension (``"auto"``, which is 1 in compact mode).
         compact: convert the model to compact mode, so that full gradients are never formed.
         active_dtype: precision of compact mode's active rows; ``None`` is the weights' precision, float32 for int8.
@@ -208,6 +208,39 @@ def _adamw8bit(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     return _peer("torchao.optim", "AdamW8bit")(model.named_parameters(), **config.common)
 
 
+class MuonAndAdamW(Optimizer):
+    """``torch.optim.Muon`` for the projected weights and AdamW for all others, as one optimizer.
+
+    Muon's updates are scaled to have AdamW's root mean square (``adjust_lr_fn="match_rms_adamw"``).
+    """
+
+    def __init__(self, projected: list[Any], others: list[dict[str, Any]], config: OptimizerConfig) -> None:
+        scale = 1.0 if config.scale is None else config.scale
+        lr, decay = config.lr * scale, config.weight_decay
+        self._parts = (
+            Muon(projected, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+            AdamW(others, **config.common, fused=True),
+        )
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+        for part in self._parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step both."""
+        if closure is not None:
+            raise ValueError("Invalid closure: must be None")
+        for part in self._parts:
+            part.step()  # type: ignore[no-untyped-call]
+
+
+def _muon(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    with silent():
+        projected, *rest = param_groups(model, config.rank)
+    return MuonAndAdamW(projected["params"], [{"params": group["params"]} for group in rest], config)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], Optimizer]] = {
     "adamw": _adamw,
     "grass": _grass,
@@ -216,6 +249,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], Optimizer]] = {
     "fira": _fira,
     "adafactor": _adafactor,
     "adamw8bit": _adamw8bit,
+    "muon": _muon,
 }
 """Builders by the name that ``--optimizer`` takes."""
 
