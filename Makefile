@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NEXT := .venv-next
 
-.PHONY: demo test test-slow test-next lint docs clean
+.PHONY: demo test test-slow test-soak test-next lint docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -13,7 +13,10 @@ test: $(VENV)/.test lint docs
 
 # names are printed as tests end, so that a run that is cut off has said which of them failed
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow -vv --no-header --disable-warnings
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "slow and not soak" -vv --no-header --disable-warnings
+
+test-soak: $(VENV)/.test
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m soak -vv --no-header --disable-warnings
 
 # the quick tests on the newest torch and transformers, in an environment of their own
 test-next:

@@ -36,6 +36,14 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )  # for processes
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever soaks is slow."""
+    for item in items:
+        if item.get_closest_marker("soak"):
+            item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)

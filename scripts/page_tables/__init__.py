@@ -50,6 +50,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "finals": study.finals,
     "frontier": exploring.frontier,
     "width": exploring.width,
+    "widest": exploring.widest,
     "law": partial(exploring.law, "270"),
     "law_full": partial(exploring.law, "2150"),
     "starting_rates": exploring.starting_rates,

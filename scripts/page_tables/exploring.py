@@ -114,6 +114,55 @@ def law(steps: str) -> str:
     return table(["hidden size", "r = q", *(f"{rate:.2g}" for rate in rates)], lines)
 
 
+def widest() -> str:
+    """Every method on the widest model, at the best of its rates of the linear layers: loss, memory and time."""
+    found: dict[str, dict[tuple[float, float], list[Row]]] = {}
+    for row in select("cells.csv", "pretrain & 270 & model=28m-wide"):
+        rates = found.setdefault(method_of_the_widest(row), {})
+        values = settings_of(row)
+        rates.setdefault((float(values["lr"]), float(values.get("scale", 1))), []).append(row)
+    times = {row["method"]: float(row["step_ms"]) for row in read("speed_wide.csv")}
+    lines = []
+    for method, rates in sorted(found.items(), key=lambda item: min(map(_mean_loss, item[1].values()))):
+        best = min(rates, key=lambda rate: _mean_loss(rates[rate]))
+        rows = sorted(rates[best], key=lambda row: int(row["seed"]))
+        held = (int(rows[0]["state_bytes"]) + int(rows[0]["gradient_bytes"])) / 1e6
+        time = times.get(TIMED.get(method, rows[0]["optimizer"]))
+        lines.append(
+            [
+                method,
+                " ".join(f"{float(row['loss_100']):.3f}" for row in rows),
+                ", ".join(_plain(lr * scale) for lr, scale in sorted(rates, key=lambda rate: rate[0] * rate[1])),
+                _plain(best[0] * best[1]),
+                _plain(best[0]),
+                f"{held:.0f} MB",
+                "" if time is None else f"{time / times['adamw']:.2f}",
+            ]
+        )
+    head = ["method", "loss by seed", "rates of linear layers tried", "best", "other rate", "gradients + state"]
+    return table([*head, "step time"], lines)
+
+
+TIMED = {"AdamW, two rates": "adamw", "Grass compact, r = q = 1/8 n": "grass compact"}
+"""Rows of ``speed_wide.csv`` of methods that are not called like their optimizer; others of Grass have none."""
+
+
+def method_of_the_widest(row: Row) -> str:
+    """What a cell of the widest model trains with."""
+    if row["optimizer"] != "grass":
+        return {
+            "adamw": "AdamW, one rate",
+            "adamw8bit": "8-bit AdamW, one rate",
+            "muon": "Muon, AdamW for the rest",
+        }.get(row["optimizer"], method_name(row["optimizer"], row["settings"]))
+    share = float(settings_of(row).get("rank", 0.25))
+    return "AdamW, two rates" if share == 1 else f"Grass compact, r = q = {Fraction(share)} n"
+
+
+def _mean_loss(rows: list[Row]) -> float:
+    return fmean(float(row["loss_100"]) for row in rows)
+
+
 def starting_rates() -> str:
     """The best rates of linear layers by width, of AdamW with two rates and of compact mode, and where they lead."""
     means: dict[tuple[str, float], dict[float, list[float]]] = {}

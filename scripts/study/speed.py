@@ -44,6 +44,7 @@ CONTESTANTS = {
     "fira": OptimizerConfig(name="fira"),
     "adafactor": OptimizerConfig(name="adafactor"),
     "adamw8bit": OptimizerConfig(name="adamw8bit"),
+    "muon": OptimizerConfig(name="muon"),
 }
 UNTIMED = 2
 """Steps before the first round: compilation, state, memory."""
