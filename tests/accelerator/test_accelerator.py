@@ -24,7 +24,7 @@ def test_on_the_stand_in(name: str) -> None:
     _run(name, "not slow")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", FILES)
 def test_many_seeds_on_the_stand_in(name: str) -> None:
     _run(name, "slow")

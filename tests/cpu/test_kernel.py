@@ -275,7 +275,7 @@ def test_never_compiles_unless_wanted(unbuilt) -> None:
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.soak
 def test_processes_that_start_at_once_share_the_cache(tmp_path) -> None:
     """As ranks do: each finds either no kernel or a whole one."""
     code = "from grass.cpu import kernel as cpu_kernel; print(cpu_kernel.at_hand())"

@@ -150,7 +150,7 @@ def test_between_steps(setting: Setting, place: Place, actions: list[Action], la
     in_lockstep(setting, place, actions, late=late)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @every_case
 @settings(max_examples=250)
 def test_between_more_steps(setting: Setting, place: Place, actions: list[Action], late: bool) -> None:

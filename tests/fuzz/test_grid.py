@@ -68,7 +68,7 @@ ACTIONS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @given(SETTINGS, st.lists(st.one_of(ACTIONS), min_size=4, max_size=16))
 @settings(max_examples=8)
 def test_between_steps_on_a_grid(setting: OnGrid, actions: list[tuple[str, dict[str, Any]]]) -> None:

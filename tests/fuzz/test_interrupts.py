@@ -61,7 +61,7 @@ def test_an_interrupt(case: Case) -> None:
     check(case, *outcomes(case, times=6))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_interrupt_at_any_line(case: Case) -> None:
     check(case, *outcomes(case))

@@ -18,9 +18,10 @@ sys.path.append(str(ROOT / "scripts" / "bench"))
 from kernels_compiled import compiled, rows  # noqa: E402
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton comes without NVIDIA's tools on this platform")
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(
+    "gpu", [pytest.param(gpu, marks=pytest.mark.slow if gpu == "sm_90" else pytest.mark.soak) for gpu in GPUS]
+)
 def test_compiles_without_spills(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the types of 2 and 4 bytes; float16 takes the registers that bfloat16 takes. The table says what is found."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

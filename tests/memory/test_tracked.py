@@ -12,7 +12,7 @@ from grass.memory.planner import peaks, plan
 from tests.memory.architectures import CAPPED, KINDS, llama
 
 WHOLE = {"checkpointing": False, "chunk_tokens": 0}
-SLOW = pytest.mark.slow
+SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 DENSE = ("Grass dense", "Grass in backward")  # their steps read contents, which fake tensors do not have
 CASES = [
     pytest.param("Grass", llama("60m"), {"rank": 64}, id="60m", marks=SLOW),
@@ -69,7 +69,7 @@ CASES = [
         )
     ),
     *(
-        pytest.param(method, llama(size), {}, id=f"{size}-{method}-full", marks=SLOW)
+        pytest.param(method, llama(size), {}, id=f"{size}-{method}-full", marks=SLOW if size == "13b" else SOAK)
         for size in ("350m", "1b", "7b", "13b")
         for method in BUILDERS
         if method not in DENSE

@@ -9,12 +9,14 @@ from tests.pairs.outcomes import Pair, expected, outcome, pairs
 
 
 def parameters() -> list:
-    """Pairs with processes or compilers take seconds."""
-    heavy = {*ON_RANKS, "compile"}
-    return [
-        pytest.param(pair, id=", ".join(pair), marks=[pytest.mark.slow] if heavy & set(pair) else [])
-        for pair in pairs()
-    ]
+    """Pairs with processes take seconds, those with compilers more."""
+
+    def marks(pair: Pair) -> list[pytest.MarkDecorator]:
+        if "compile" in pair:
+            return [pytest.mark.soak]
+        return [pytest.mark.slow] if {*ON_RANKS} & set(pair) else []
+
+    return [pytest.param(pair, id=", ".join(pair), marks=marks(pair)) for pair in pairs()]
 
 
 @pytest.mark.parametrize("pair", parameters())

@@ -74,7 +74,7 @@ def test_a_stopped_cell_leaves_no_row(tmp_path, grid_file, monkeypatch):
     assert not (tmp_path / "cells.csv").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killed_and_continued(tmp_path, grid_file, base, capsys):
     (tmp_path / "base").symlink_to(base)
     whole = [sys.executable, str(SCRIPTS / "study" / "run.py"), *command(tmp_path), "--workers", "2"]
@@ -96,7 +96,7 @@ def test_killed_and_continued(tmp_path, grid_file, base, capsys):
     assert f"it has lost its row: remove {tmp_path / 'sweep'}" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_cell_that_fails_is_told_and_tried_again(tmp_path, grid_file, capsys):
     (tmp_path / "base").mkdir()  # no model is in it
     grid_file.write_text(grid_file.read_text().partition("  - {name")[0] + ONLY)

@@ -60,7 +60,7 @@ def test_killed_trials_go_on(tmp_path) -> None:
     assert len(list((tmp_path / "out").glob("*.files/killed"))) >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_sweeps_killed_at_random_moments_go_on(tmp_path) -> None:
     """Ten times, with trials that start as users' do."""
     out, rng = tmp_path / "out", random.Random(0)
