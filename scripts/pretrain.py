@@ -49,6 +49,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -64,7 +65,7 @@ from training.run.flags import add_optimizer_flags, from_flags, share, split_and
 from training.run.loop import Result, TrainConfig, Trainer
 from training.run.models import build_llama
 from training.run.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer, convert
-from training.run.processes import Processes, launched_processes, shard_blocks, whole_weights
+from training.run.processes import Processes, launched_processes, shard_module, whole_weights
 from training.run.throughput import model_flops_per_token, peak_flops, peak_memory
 
 CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "log_every", "keep", "device"}
@@ -118,17 +119,23 @@ def build(
         device="cpu" if args.stream else device,
         checkpointing=args.checkpointing and not args.stream,  # streamed layers always are
         chunk_tokens=args.chunked_loss,
-        convert=partial(convert, config=optimizer) if args.weights else None,
+        convert=partial(prepare_layer, args, optimizer) if args.weights or args.fsdp else None,
     )
     if args.fsdp:
-        if args.compact:
-            convert(model, config=optimizer)
-        shard_blocks(model)
+        shard_module(model)
     built = build_optimizer(model, optimizer)
     if args.stream:
         stays = {"offload_activations": args.host_activations, "offload": grass.Offload(path=args.offload_path)}
         model.streamed = grass.stream(model, device, cache=args.cache, **stays)  # type: ignore[assignment]
     return model, built
+
+
+def prepare_layer(args: argparse.Namespace, optimizer: OptimizerConfig, layer: nn.Module, number: int) -> None:
+    """Convert and shard a decoder layer before the next one is made: no device has to hold the whole model."""
+    if args.compact:
+        convert(layer, number, config=optimizer)
+    if args.fsdp:
+        shard_module(layer)
 
 
 def check_streaming(args: argparse.Namespace, processes: Processes) -> None:

@@ -8,13 +8,17 @@ import runpy
 import shutil
 import subprocess
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+from grass.parallel.shards import is_sharded
 from tests.distributed.world import HANG, LIMIT, TORCHRUN, attempt_world, run_world
 from tests.training.runs import PRETRAIN, TINY
+from training.run import blockwise
 from training.run.checkpoint import CheckpointStore
 from training.run.loop import Trainer
 
@@ -39,8 +43,6 @@ def pretrain(rank: int, out: Path, flags: tuple[str, ...]) -> None:
 
 def every_run(rank: int, out: Path, batch_size: int) -> None:
     for name, flags in RUNS.items():
-        if "--fsdp" in flags and batch_size == 4:
-            flags = RUNS["compact"]
         pretrain(rank, out / name, (*flags, "--batch-size", str(batch_size)))
 
 
@@ -49,6 +51,38 @@ def columns(path: Path) -> dict[str, list[float]]:
     return {
         name: [float(row[name]) for row in rows if row[name]] for name in ("tokens", "loss", "eval_loss", "grad_norm")
     }
+
+
+def build_sharded(rank: int, flags: tuple[str, ...]) -> list[tuple[int, int]]:
+    """How many layers are sharded, and how many have no memory yet, whenever a module has been sharded."""
+    script, models, seen = runpy.run_path(str(PRETRAIN)), [], []
+    names, materialise, shard = script["build"].__globals__, blockwise.materialise, script["shard_module"]
+
+    def note(model: nn.Module, *others: object) -> None:
+        models.append(model)
+        materialise(model, *others)
+
+    def count(module: nn.Module) -> None:
+        shard(module)
+        layers = [list(layer.parameters()) for layer in models[0].model.layers]
+        seen.append((sum(all(map(is_sharded, p)) for p in layers), sum(all(x.is_meta for x in p) for p in layers)))
+
+    args = script["argument_parser"]().parse_args(["--out", "unused", *TINY, "--fsdp", *flags])
+    config = script["llama_config"](args.model, vocab_size=64, max_seq_len=16)
+    with patch.dict(names, shard_module=count), patch.object(blockwise, "materialise", note):
+        optimizer = script["from_flags"](script["OptimizerConfig"], args, name=args.optimizer)
+        model, _ = script["build"](args, config, optimizer, torch.device("cpu"))
+    assert all(map(is_sharded, model.parameters()))
+    return seen
+
+
+@pytest.mark.parametrize("flags", [("--compact",), ("--optimizer", "adamw")], ids=["compact", "adamw"])
+def test_no_process_ever_holds_the_whole_model(flags: tuple[str, ...]) -> None:
+    """A layer is sharded before the next one has memory."""
+    for seen in run_world(build_sharded, 2, flags):
+        layers = len(seen) - 1
+        assert layers > 1
+        assert seen == [*((k, layers - k) for k in range(1, layers + 1)), (layers, 0)]
 
 
 @pytest.mark.slow
@@ -99,7 +133,7 @@ def test_a_run_of_two_uneven_processes_resumes_on_one_and_three(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
 def test_measured_processes_train_as_one(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    run_world(dealt, 1, tmp_path / "one", ("4",))
+    run_world(dealt, 1, tmp_path / "one", ("4", *flags))
     run_world(dealt, 2, tmp_path / "two", ("auto", *flags))
     torch.testing.assert_close(columns(tmp_path / "two"), columns(tmp_path / "one"), rtol=2e-3, atol=0)
 

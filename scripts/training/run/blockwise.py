@@ -20,8 +20,8 @@ def build_blockwise(config: PretrainedConfig, convert: Convert, dtype: torch.dty
     """A causal language model with random weights on the current default device, as ``from_config`` makes it.
 
     Parameters are made without memory first; layer after layer then gets its own, is initialised by the model's own
-    rules, and converted. So at most one decoder layer exists unconverted, which is what int8 weights need where not
-    even one copy of the model in ``dtype`` fits.
+    rules, and converted. So at most one decoder layer exists unconverted, which is what int8 weights and FSDP2 need
+    where not even one copy of the model in ``dtype`` fits. The same seed gives other values than ``from_config``.
     """
     device = torch.get_default_device()
     with init_empty_weights(include_buffers=False):  # buffers are computed, as those of rotary embeddings, not drawn

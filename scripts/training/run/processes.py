@@ -101,13 +101,9 @@ def _fresh_store() -> dict[str, Any]:
     return {"store": PrefixStore(f"attempt_{attempt}", store), "rank": rank, "world_size": size}
 
 
-def shard_blocks(model: nn.Module) -> None:
-    """``fully_shard`` every block of the model's longest ``ModuleList``, then the rest, as Grass needs it."""
-    placement = shard_placement_fn(model)
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    for block in max(lists, key=len, default=()):
-        fully_shard(block, shard_placement_fn=placement)
-    fully_shard(model, shard_placement_fn=placement)
+def shard_module(module: nn.Module) -> None:
+    """``fully_shard`` a decoder layer, or the model once its layers are sharded, as Grass needs it."""
+    fully_shard(module, shard_placement_fn=shard_placement_fn(module))
 
 
 def data_parallel(model: nn.Module, optimizer: Optimizer, processes: Processes) -> nn.Module:
