@@ -28,7 +28,7 @@ SUPPORT = ["__init__", "arithmetic", "dispatch", "language", "layout", "moment_c
 """Files beside the kernels: torch's arithmetic, dispatch, and what several kernels share."""
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_smoke(tmp_path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON", "GRASS"))}
     environment |= {"OUT": str(tmp_path), "PYTHON": sys.executable, "GRASS_COMMIT": "abc"}
