@@ -176,16 +176,17 @@ def starting_rates() -> str:
     for model, hidden in WIDTHS.items():
         adam, ours = best[model, 1.0], best[model, 0.125]
         times = f"{_plain(ours)}, {ours / adam:.0f} times AdamW's"
-        lines.append([hidden, _plain(adam), f"{RATE:g}", times, "measured"])
+        lines.append([hidden, _plain(adam), f"{RATE:g}", _plain(4 * adam), times, "measured"])
         last = (int(hidden), adam)
     for hidden in (2048, 4096):
         adam = last[1] * last[0] / hidden
-        lines.append([f"{hidden:,}", _plain(adam), "?", _plain(4 * adam), "extrapolated, as 1 / hidden size"])
+        lines.append([f"{hidden:,}", _plain(adam), "?", _plain(4 * adam), "?", "extrapolated, as 1 / hidden size"])
     heads = [
         "hidden size",
         "linear layers: `lr`",
         "embeddings, head, norms",
         'what `scale="auto"` makes of it, r = q = n/8',
+        "best of those tried there",
     ]
     return table([*heads, "basis"], lines)
 
