@@ -1,14 +1,15 @@
 """Short names of the measured numbers of README.md, so that its source reads well: what each is, and its format."""
 
+_STATE, _GRADIENTS = "mean state_bytes", "mean gradient_bytes"
 _MEMORY = "explore=as rank & policy=keep & moments=float32 & checkpointing=True & refresh=False"
 
 KEYS = {
-    "loss": ("cells.csv: @wide-8: loss_100", ".3f"),
-    "adamw-loss": ("cells.csv: @wide-two-rates: loss_100", ".3f"),
+    "loss": ("cells.csv: @wide-8: mean loss_100", ".3f"),
+    "adamw-loss": ("cells.csv: @wide-two-rates: mean loss_100", ".3f"),
     "step-time": ("[speed_wide.csv: method=grass compact: step_ms] / [speed_wide.csv: method=adamw: step_ms]", ".2f"),
-    "mb": ("([cells.csv: @wide-8: state_bytes] + [cells.csv: @wide-8: gradient_bytes]) / 1000000", ".0f"),
+    "mb": (f"([cells.csv: @wide-8: {_STATE}] + [cells.csv: @wide-8: {_GRADIENTS}]) / 1000000", ".0f"),
     "adamw-mb": (
-        "([cells.csv: @wide-two-rates: state_bytes] + [cells.csv: @wide-two-rates: gradient_bytes]) / 1000000",
+        f"([cells.csv: @wide-two-rates: {_STATE}] + [cells.csv: @wide-two-rates: {_GRADIENTS}]) / 1000000",
         ".0f",
     ),
     "13b-gb": (f"memory.csv: model=13b & method=Grass & {_MEMORY}: peak_gb", ".1f"),

@@ -20,7 +20,7 @@ from tables import method_name, read_cells, step_seconds, study_rows
 
 from grass.command_line import ArgumentParser
 
-SWEEP, FINAL, WIDTH = "learning rate", "final", "width"
+SWEEP, FINAL, WIDE = "learning rate", "final", ("width", "widest")
 """Names of the studies that are drawn as sweeps and as curves."""
 WIDEST, ITS_RANK = "28m-wide", "rank=0.125"
 """The widest model, and the rank of the compact mode that was timed there."""
@@ -40,16 +40,19 @@ def main(argv: list[str] | None = None) -> None:
     plot_curves(study_rows(grid.study(FINAL), rows), speed, args.out / "quality_curves.png")
     wide = directory / "speed_wide.csv"
     if wide.exists():
-        cells = best_of_the_widest(study_rows(grid.study(WIDTH), rows))
-        plot_curves(cells, pd.read_csv(wide, index_col="method"), args.out / "quality_wide.png")
+        cells = pd.concat([study_rows(grid.study(name), rows) for name in WIDE if name in grid.names])
+        speed = pd.read_csv(wide, index_col="method")
+        plot_curves(best_of_the_widest(cells, speed), speed, args.out / "quality_wide.png")
 
 
-def best_of_the_widest(cells: pd.DataFrame) -> pd.DataFrame:
-    """The best run of each method that was timed on the widest model."""
-    timed = cells["settings"].str.contains(f"rank=1.0|{ITS_RANK}")
-    cells = cells[(cells["model"] == WIDEST) & timed]
-    methods = [method_name(*row) for row in cells[["optimizer", "settings"]].itertuples(index=False)]
-    return cells.loc[cells.groupby(methods)[CURVE[-1]].idxmin()]
+def best_of_the_widest(cells: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame:
+    """The runs of each method that was timed on the widest model, at the rates that end lowest."""
+    cells = cells[cells["model"] == WIDEST].reset_index(drop=True)
+    cells["method"] = [method_name(*row) for row in cells[["optimizer", "settings"]].itertuples(index=False)]
+    other_rank = (cells["method"] == "grass compact") & ~cells["settings"].str.contains(ITS_RANK)
+    cells = cells[cells["method"].str.removesuffix(", two rates").isin(speed.index) & ~other_rank]
+    means = cells.groupby(["method", "settings"])[CURVE[-1]].mean()
+    return cells[cells["settings"].isin({settings for _, settings in means.groupby("method").idxmin()})]
 
 
 def plot_sweeps(cells: pd.DataFrame, path: Path) -> None:

@@ -75,9 +75,14 @@ def test_the_widest_model_has_the_best_run_of_each_timed_method():
         ("28m-wide", "rank=0.125 compact=True", 1.5),
         ("28m-wide", "rank=0.25 compact=True", 1.4),
         ("1m", "rank=0.125 compact=True", 1.3),
+        ("28m-wide", "lr=0.1", 1.2),
     ]
-    cells = pd.DataFrame(runs, columns=["model", "settings", CURVE[-1]]).assign(optimizer="grass")
-    assert set(plot.best_of_the_widest(cells)[CURVE[-1]]) == {1.5, 1.6}
+    cells = pd.DataFrame(runs, columns=["model", "settings", CURVE[-1]])
+    cells["optimizer"] = ["grass"] * 5 + ["galore"]
+    speed = pd.DataFrame({"step_ms": [2.0, 1.0]}, index=["adamw", "grass compact"])
+    assert set(plot.best_of_the_widest(cells, speed)[CURVE[-1]]) == {1.5, 1.6}
+    second = cells.assign(**{CURVE[-1]: cells[CURVE[-1]] + 0.01})
+    assert len(plot.best_of_the_widest(pd.concat([cells, second]), speed)) == 4
 
 
 def test_every_study_has_its_table(directory, capsys):
