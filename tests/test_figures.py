@@ -128,3 +128,13 @@ def test_matrix_says_what_the_tests_of_pairs_do(monkeypatch):
     assert "| a | equal | error |" in table
     assert "| b | error | trains |" in table
     assert "| a and b | ValueError: not b |" in table
+
+
+def test_the_law_has_no_cells_with_other_options():
+    """Columns that take turns are no other seed of columns that are drawn."""
+    is_of_the_law = sys.modules["page_tables.exploring"].is_of_the_law
+    plain = {"lr": "0.012", "scale": "0.5", "rank": "0.0625", "explore": "0.0625", "compact": "True"}
+    assert is_of_the_law(plain)
+    assert not is_of_the_law(plain | {"selection": "balanced", "update_interval": "100"})
+    adamw = {"lr": "0.012", "scale": "0.125", "rank": "1.0", "update_interval": "1000000", "selection": "top_r"}
+    assert is_of_the_law(adamw | {"dim": "auto", "state_policy": "reset", "explore": "0"})

@@ -15,24 +15,20 @@ RATE = 0.012
 """The learning rate of the width study."""
 WIDTHS = {"1m": "128", "9m-wide": "320", "28m-wide": "768"}
 """Hidden size of its models."""
-OF_THE_LAW = {
-    "lr",
-    "scale",
-    "rank",
-    "explore",
-    "compact",
-    "autocast",
-    "update_interval",
-    "selection",
-    "dim",
-    "state_policy",
-}
-"""Settings in which cells of the law differ; the last four are those of AdamW with two rates."""
+OF_THE_LAW = {"lr", "scale", "rank", "explore", "compact", "autocast"}
+"""Settings in which cells of the law differ."""
+OF_ADAMW = {"update_interval", "selection", "dim", "state_policy"}
+"""Those that AdamW with two rates has besides, as Grass at full rank."""
 
 
 def settings_of(row: Row) -> dict[str, str]:
     """The settings of a cell by name."""
     return dict(word.split("=", 1) for word in row["settings"].split())
+
+
+def is_of_the_law(values: dict[str, str]) -> bool:
+    """Whether a cell has the default options but for its rates, its fraction and its precision."""
+    return set(values) <= OF_THE_LAW | (OF_ADAMW if values.get("rank") == "1.0" else set())
 
 
 def frontier() -> str:
@@ -102,7 +98,7 @@ def law(steps: str) -> str:
     for row in read("cells.csv"):
         values = settings_of(row)
         fits = row["steps"] == steps and row["optimizer"] == "grass" and values["lr"] == str(RATE)
-        if fits and "autocast" in values and set(values) <= OF_THE_LAW:
+        if fits and "autocast" in values and is_of_the_law(values):
             fraction, rate = float(values.get("rank", 0.25)), RATE * float(values["scale"])
             of = losses.setdefault((int(WIDTHS[row["model"]]), fraction), {})
             of.setdefault(rate, []).append(f"{float(row['loss_100']):.3f}")
@@ -168,7 +164,7 @@ def starting_rates() -> str:
     means: dict[tuple[str, float], dict[float, list[float]]] = {}
     for row in select("cells.csv", "pretrain & 270 & grass"):
         values = settings_of(row)
-        if values["lr"] == str(RATE) and set(values) <= OF_THE_LAW and row["model"] in WIDTHS:
+        if values["lr"] == str(RATE) and is_of_the_law(values) and row["model"] in WIDTHS:
             of = means.setdefault((row["model"], float(values.get("rank", 0.25))), {})
             of.setdefault(RATE * float(values.get("scale", 1)), []).append(float(row["loss_100"]))
     best = {key: min(losses, key=lambda rate: fmean(losses[rate])) for key, losses in means.items()}

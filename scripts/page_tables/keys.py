@@ -6,6 +6,7 @@ _MEMORY = "explore=as rank & policy=keep & moments=float32 & checkpointing=True 
 KEYS = {
     "loss": ("cells.csv: @wide-8: mean loss_100", ".3f"),
     "adamw-loss": ("cells.csv: @wide-two-rates: mean loss_100", ".3f"),
+    "default-loss": ("cells.csv: @wide-8-auto: mean loss_100", ".3f"),
     "step-time": ("[speed_wide.csv: method=grass compact: step_ms] / [speed_wide.csv: method=adamw: step_ms]", ".2f"),
     "mb": (f"([cells.csv: @wide-8: {_STATE}] + [cells.csv: @wide-8: {_GRADIENTS}]) / 1000000", ".0f"),
     "adamw-mb": (
