@@ -9,6 +9,8 @@ KEYS = {
     "default-loss": ("cells.csv: @wide-8-auto: mean loss_100", ".3f"),
     "step-time": ("[speed_wide.csv: method=grass compact: step_ms] / [speed_wide.csv: method=adamw: step_ms]", ".2f"),
     "mb": (f"([cells.csv: @wide-8: {_STATE}] + [cells.csv: @wide-8: {_GRADIENTS}]) / 1000000", ".0f"),
+    "sixteenth-mb": (f"([cells.csv: @wide-16: {_STATE}] + [cells.csv: @wide-16: {_GRADIENTS}]) / 1000000", ".0f"),
+    "sixteenth-loss": ("cells.csv: @wide-16: mean loss_100", ".3f"),
     "adamw-mb": (
         f"([cells.csv: @wide-two-rates: {_STATE}] + [cells.csv: @wide-two-rates: {_GRADIENTS}]) / 1000000",
         ".0f",
