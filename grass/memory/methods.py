@@ -262,6 +262,11 @@ def grass(model: Architecture, setting: Setting) -> Holdings:
     )
 
 
+def active_index_bytes(held: Holdings, model: Architecture, setting: Setting) -> int:
+    """Bytes of the indices of a block's active rows."""
+    return 8 * sum(r + q for r, q, _ in active_sizes(model, setting)) if held.active_rows else 0
+
+
 def index_bytes(setting: Setting) -> int:
     """Bytes of what is kept of a selected row beside its moments: its index, and a step count of its own."""
     return 8 if setting.state_policy == "reset" else 12

@@ -11,7 +11,7 @@ from math import ceil
 
 from grass.memory.activations import loss_memory
 from grass.memory.architecture import Architecture
-from grass.memory.methods import Gathered, Holdings, active_sizes, index_bytes
+from grass.memory.methods import Gathered, Holdings, active_index_bytes, active_sizes, index_bytes
 from grass.memory.setting import Setting
 
 SHARDABLE = ("AdamW", "AdamW float32", "Grass dense", "Grass")
@@ -25,8 +25,8 @@ def sharded(method: str, held: Holdings, model: Architecture, setting: Setting) 
     they are, and gathers them in ``dtype`` (``MixedPrecisionPolicy(param_dtype=...)``).
     """
     n, e = setting.shards, setting.dtype.itemsize
-    rows, counts = _indices(model, setting) if method.startswith("Grass") else (0, 0)
-    rows = rows if held.active_rows else 0
+    rows = model.layers * active_index_bytes(held, model, setting)
+    counts = _count_bytes(model, setting) if method.startswith("Grass") else 0
     block = (held.weights + held.active_rows - rows - model.ends * e) // model.layers
     gathered = Gathered(block, model.ends * e, held.layer_gradients, held.end_gradients)
     if method == "AdamW float32":
@@ -82,8 +82,6 @@ def sharded_peaks(held: Holdings, model: Architecture, setting: Setting) -> dict
     return {moment: round(size) for moment, size in found.items()}
 
 
-def _indices(model: Architecture, setting: Setting) -> tuple[int, int]:
-    """Bytes of the indices of active rows, and of the indices and step counts beside moments."""
-    every = active_sizes(model, setting)
-    selected, active = sum(r for r, _, _ in every), sum(r + q for r, q, _ in every)
-    return 8 * model.layers * active, index_bytes(setting) * model.layers * selected
+def _count_bytes(model: Architecture, setting: Setting) -> int:
+    """Bytes of the indices and step counts of selected rows, which are state."""
+    return model.layers * index_bytes(setting) * sum(r for r, _, _ in active_sizes(model, setting))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from grass.machine.rates import Machine
 from grass.memory.architecture import Architecture
-from grass.memory.methods import Holdings, active_sizes, scale_bytes
+from grass.memory.methods import Holdings, active_index_bytes, active_sizes, scale_bytes
 from grass.memory.offloading import parameters
 from grass.memory.setting import Setting
 from grass.offload.tasks import Task, simulate
@@ -56,7 +56,7 @@ class Visiting(NamedTuple):
 
 def visiting(held: Holdings, model: Architecture, setting: Setting) -> Visiting:
     """The units, where ``held`` is what the resident model holds."""
-    indices = _indices(model, setting, held)
+    indices = active_index_bytes(held, model, setting)
     size = (held.weights - model.ends * setting.dtype.itemsize) // model.layers + indices
     update = indices + _written(held, model, setting) if held.active_rows else None
     return Visiting(model.layers, size, min(model.layers, setting.cache // size), update)
@@ -144,8 +144,3 @@ def _written(held: Holdings, model: Architecture, setting: Setting) -> int:
     e, every = setting.dtype.itemsize, active_sizes(model, setting)
     rows = sum((r + q) * width for r, q, width in every)
     return rows * (1 if held.codes else e) + model.vectors * e + (scale_bytes(model, setting) if held.codes else 0)
-
-
-def _indices(model: Architecture, setting: Setting, held: Holdings) -> int:
-    """Bytes of the indices of active rows, which a unit brings along."""
-    return 8 * sum(r + q for r, q, _ in active_sizes(model, setting)) if held.active_rows else 0

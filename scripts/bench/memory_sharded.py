@@ -24,19 +24,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 sys.path.append(str(Path(__file__).parents[1]))
 from provenance import write
 
 import grass
-from grass.chunked_loss import chunk_loss
 from grass.command_line import ArgumentParser
 from grass.memory import Architecture, Setting, format_bytes, plan
 from grass.memory.llama import LLAMA_SHAPES, llama_config
 from grass.memory.tracing import blocks_of, with_causal_attention
 from grass.step_checks import StepChecks
-from training.run.models import enable_checkpointing
+from training.run.models import build_llama
 
 METHODS = ("AdamW", "AdamW float32", "Grass")
 """A step of dense mode reads contents, which fake tensors do not have."""
@@ -82,10 +81,12 @@ def row(method: str, config: PretrainedConfig, setting: Setting, mesh: DeviceMes
 def track(method: str, config: PretrainedConfig, setting: Setting, mesh: DeviceMesh) -> int:
     """The peak of one training step, after one that made the optimizer's state."""
     precise = method == "AdamW float32"
-    dtype = torch.float32 if precise else setting.dtype
-    model = AutoModelForCausalLM.from_config(with_causal_attention(config), dtype=dtype)  # type: ignore[no-untyped-call]
-    enable_checkpointing(model)
-    chunk_loss(model, setting.chunk_tokens)
+    model = build_llama(
+        with_causal_attention(config),
+        dtype=torch.float32 if precise else setting.dtype,
+        checkpointing=setting.checkpointing,
+        chunk_tokens=setting.chunk_tokens,
+    )
     if method == "Grass":
         grass.compact(model, rank=setting.rank, explore=setting.explore, dim=setting.dim)
     placement = grass.distributed.shard_placement_fn(model) if method == "Grass" else None

@@ -6,8 +6,8 @@ from fractions import Fraction
 from statistics import fmean
 
 from page_tables.markdown import table
-from page_tables.source import Row, read, select
-from page_tables.study import HORIZONS, method_name, shown
+from page_tables.source import Row, read, select, settings_of
+from page_tables.study import HORIZONS, mean, method_name, shown
 
 COMMON = {"lr=0.012", "scale=0.25"}
 """Settings that the rows of the frontier share."""
@@ -19,11 +19,6 @@ OF_THE_LAW = {"lr", "scale", "rank", "explore", "compact", "autocast"}
 """Settings in which cells of the law differ."""
 OF_ADAMW = {"update_interval", "selection", "dim", "state_policy"}
 """Those that AdamW with two rates has besides, as Grass at full rank."""
-
-
-def settings_of(row: Row) -> dict[str, str]:
-    """The settings of a cell by name."""
-    return dict(word.split("=", 1) for word in row["settings"].split())
 
 
 def is_of_the_law(values: dict[str, str]) -> bool:
@@ -119,8 +114,8 @@ def widest() -> str:
         rates.setdefault((float(values["lr"]), float(values.get("scale", 1))), []).append(row)
     times = {row["method"]: float(row["step_ms"]) for row in read("speed_wide.csv")}
     lines = []
-    for method, rates in sorted(found.items(), key=lambda item: min(map(_mean_loss, item[1].values()))):
-        best = min(rates, key=lambda rate: _mean_loss(rates[rate]))
+    for method, rates in sorted(found.items(), key=lambda item: min(map(mean, item[1].values()))):
+        best = min(rates, key=lambda rate: mean(rates[rate]))
         rows = sorted(rates[best], key=lambda row: int(row["seed"]))
         held = (int(rows[0]["state_bytes"]) + int(rows[0]["gradient_bytes"])) / 1e6
         time = times.get(TIMED.get(method, rows[0]["optimizer"]))
@@ -144,19 +139,9 @@ TIMED = {"AdamW, two rates": "adamw", "Grass compact, r = q = 1/8 n": "grass com
 
 
 def method_of_the_widest(row: Row) -> str:
-    """What a cell of the widest model trains with."""
-    if row["optimizer"] != "grass":
-        return {
-            "adamw": "AdamW, one rate",
-            "adamw8bit": "8-bit AdamW, one rate",
-            "muon": "Muon, AdamW for the rest",
-        }.get(row["optimizer"], method_name(row["optimizer"], row["settings"]))
-    share = float(settings_of(row).get("rank", 0.25))
-    return "AdamW, two rates" if share == 1 else f"Grass compact, r = q = {Fraction(share)} n"
-
-
-def _mean_loss(rows: list[Row]) -> float:
-    return fmean(float(row["loss_100"]) for row in rows)
+    """What a cell of the widest model trains with; of compact mode with its fraction."""
+    name, values = method_name(row["optimizer"], row["settings"]), settings_of(row)
+    return f"{name}, r = q = {Fraction(values['rank'])} n" if "compact" in values else name
 
 
 def starting_rates() -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from statistics import fmean
 
 from page_tables.markdown import table
-from page_tables.source import Row, read
+from page_tables.source import Row, read, settings_of
+from page_tables.study import mean
 
 TASKS = {"instruct": "docstrings", "facts": "new facts"}
 ADAPTERS = {"lora": "LoRA", "dora": "DoRA", "rslora": "rsLoRA"}
@@ -21,18 +21,18 @@ def adapters() -> str:
     for row in read("cells.csv"):
         if "only_projected=True" in row["settings"].split():
             rates = found.setdefault((row["task"], _method(row)), {})
-            rates.setdefault(float(_settings(row)["lr"]), []).append(row)
+            rates.setdefault(float(settings_of(row)["lr"]), []).append(row)
     lines = []
     for task, title in TASKS.items():
         tried = [(method, rates) for (of, method), rates in found.items() if of == task]
-        for method, rates in sorted(tried, key=lambda item: min(map(_loss, item[1].values()))):
+        for method, rates in sorted(tried, key=lambda item: min(map(mean, item[1].values()))):
             lines.append([title, method, *_cells(rates)])
     head = ["task", "method", "trained", "state + gradients", "rates tried", "best", "loss", "accuracy"]
     return table([*head, "loss on other text"], lines)
 
 
 def _cells(rates: dict[float, list[Row]]) -> list[str]:
-    best = min(rates, key=lambda rate: _loss(rates[rate]))
+    best = min(rates, key=lambda rate: mean(rates[rate]))
     rows = sorted(rates[best], key=lambda row: int(row["seed"]))
     held = (int(rows[0]["state_bytes"]) + int(rows[0]["gradient_bytes"])) / 1e6
     return [
@@ -45,16 +45,8 @@ def _cells(rates: dict[float, list[Row]]) -> list[str]:
     ]
 
 
-def _loss(rows: list[Row]) -> float:
-    return fmean(float(row["loss_100"]) for row in rows)
-
-
-def _settings(row: Row) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in row["settings"].split())
-
-
 def _method(row: Row) -> str:
-    values = _settings(row)
+    values = settings_of(row)
     if "adapter" in values:
         return f"{ADAPTERS[values['adapter']]}, rank {values['adapter_rank']}"
     if row["optimizer"] == "galore":

@@ -12,6 +12,7 @@ NAMES = {
     "apollo": "APOLLO",
     "fira": "Fira",
     "adamw8bit": "8-bit AdamW",
+    "muon": "Muon",
 }
 
 

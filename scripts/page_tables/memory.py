@@ -115,19 +115,12 @@ def planned_shares() -> str:
 
 def planned_sharded() -> str:
     """Tracked peak of one of several devices, and over the planned one."""
-    rows = read("memory_sharded.csv")
-    methods, models = (list(dict.fromkeys(row[name] for row in rows)) for name in ("method", "model"))
-    found = {(row["model"], row["method"]): row for row in rows}
-    cells = (
-        [f"LLaMA {size}"]
-        + [
-            f"{float(r['peak_gb']):.2f} GB ({float(r['tracked_over_planned']):.3f})"
-            for m in methods
-            for r in [found[size, m]]
-        ]
-        for size in models
-    )
-    return table(["", *methods], cells)
+    found: dict[str, dict[str, str]] = {}
+    for row in read("memory_sharded.csv"):
+        cell = f"{gigabytes(row['peak_gb'])} ({float(row['tracked_over_planned']):.3f})"
+        found.setdefault(f"LLaMA {row['model']}", {})[row["method"]] = cell
+    methods = next(iter(found.values()))
+    return table(["", *methods], ([size, *(cells[m] for m in methods)] for size, cells in found.items()))
 
 
 def planned_gpus() -> str:

@@ -63,6 +63,11 @@ def select(name: str, selector: str) -> list[Row]:
     return found
 
 
+def settings_of(row: Row) -> dict[str, str]:
+    """The settings of a cell of the study by name."""
+    return dict(word.split("=", 1) for word in row["settings"].split())
+
+
 def value(reference: str) -> float:
     """The number that a reference names.
 

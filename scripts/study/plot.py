@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> None:
     wide = directory / "speed_wide.csv"
     if wide.exists():
         cells = pd.concat([study_rows(grid.study(name), rows) for name in WIDE if name in grid.names])
-        speed = pd.read_csv(wide, index_col="method")
-        plot_curves(best_of_the_widest(cells, speed), speed, args.out / "quality_wide.png")
+        timed = pd.read_csv(wide, index_col="method")
+        plot_curves(best_of_the_widest(cells, timed), timed, args.out / "quality_wide.png")
 
 
 def best_of_the_widest(cells: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame:

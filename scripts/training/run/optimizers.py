@@ -222,7 +222,6 @@ class MuonAndAdamW(Optimizer):
             AdamW(others, **config.common, fused=True),
         )
         super().__init__([group for part in self._parts for group in part.param_groups], {})
-        self.param_groups = [group for part in self._parts for group in part.param_groups]
         for part in self._parts:
             part.state = self.state
 
