@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -303,6 +306,27 @@ def test_checkpoint_across_world_sizes(rule: dict[str, Any], tmp_path: Path) -> 
                 assert all(torch.equal(ours[name], value) for name, value in expected.items())
             else:
                 assert_close(ours, expected)
+
+
+def from_first_rank(rank: int) -> list[dict[str, Tensor]]:
+    """Train on, and once more from the whole state as it was before, which the first rank alone has."""
+    (model, optimizer), data = sharded(), joint_batches()
+    train_jointly(model, optimizer, data[:5])
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, states = deepcopy(get_state_dict(model, optimizer, options=whole))
+    assert bool(weights) == bool(states) == (rank == 0)
+    train_jointly(model, optimizer, data[5:])
+    again, restored = sharded(seed=1)
+    from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(again, weights, options=from_first)
+    set_optimizer_state_dict(again, restored, states, options=from_first)
+    train_jointly(again, restored, data[5:])
+    return [weights_of(model.state_dict()), weights_of(again.state_dict())]
+
+
+def test_a_whole_state_is_loaded_from_the_first_rank() -> None:
+    for one, again in run_world(from_first_rank, 2):
+        assert all(torch.equal(again[name], value) for name, value in one.items())
 
 
 HALF: dict[str, Any] = {
