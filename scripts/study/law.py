@@ -1,0 +1,127 @@
+"""Fit how the best learning rate of the projected weights goes with the share of the columns that move in a step.
+
+    python scripts/study/law.py     # cells.csv -> law.csv and docs/images/quality_law.png
+
+The best rate is where the parabola through the lowest loss and its two neighbours is lowest, against the logarithm of
+the rate. It is *inside* if the lowest loss is neither that of the smallest rate tried nor that of the largest. Of a
+width and a horizon at which AdamW's best rate is inside, ``times = (n / (r + q)) ** exponent`` is fitted by least
+squares to the logarithms of all that are inside; ``residual`` is what is left, in powers of two.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from results import CURVE
+from run import DIRECTORY
+from tables import read_cells
+
+sys.path.append(str(Path(__file__).parents[1]))
+from page_tables.exploring import RATE, WIDTHS, is_of_the_law
+from page_tables.source import settings_of
+
+from grass.command_line import ArgumentParser
+
+SEED = "0"
+"""Rates were swept with it; other seeds ran at the best rate, and differ by more than neighbouring rates do."""
+WIDTH_AND_HORIZON = ["hidden", "steps"]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("--directory", type=Path, default=DIRECTORY, help="of cells.csv and law.csv")
+    parser.add_argument(
+        "--out", type=Path, default=DIRECTORY.parents[1] / "docs" / "images", help="where the plot goes"
+    )
+    args = parser.parse_args(argv)
+    law = fit(best_rates(read_cells(args.directory / "cells.csv")))
+    law.to_csv(args.directory / "law.csv", index=False, float_format="%.4g", lineterminator="\n")
+    mpl.use("Agg")
+    plot(law, args.out / "quality_law.png")
+
+
+def best_rates(cells: pd.DataFrame) -> pd.DataFrame:
+    """The best rate by width, horizon and the share of the columns that move; AdamW with two rates moves all."""
+    swept = pd.DataFrame(_swept(cells))
+    rows = []
+    for key, losses in swept.groupby([*WIDTH_AND_HORIZON, "moving"]):
+        curve = losses.groupby("rate")["loss"].mean()
+        best, inside = lowest(curve)
+        tried = " ".join(f"{rate:.2g}" for rate in curve.index)
+        rows.append((*key, tried, best, inside, curve.min()))
+    return pd.DataFrame(rows, columns=[*WIDTH_AND_HORIZON, "moving", "tried", "best", "inside", "loss"])
+
+
+def _swept(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Pretraining cells that differ in nothing but width, horizon, share, rate and precision."""
+    fits = (cells["task"] == "pretrain") & (cells["optimizer"] == "grass") & (cells["seed"] == SEED)
+    for row in cells[fits & cells["model"].isin(WIDTHS)].to_dict("records"):
+        values = settings_of(row)
+        whole, compact = values.get("rank") == "1.0", "compact" in values
+        if values["lr"] == str(RATE) and is_of_the_law(values) and (whole or compact):
+            rank = float(values.get("rank", 0.25))
+            yield {
+                "hidden": int(WIDTHS[row["model"]]),
+                "steps": int(row["steps"]),
+                "moving": 1.0 if whole else rank + float(values.get("explore", rank)),
+                "rate": RATE * float(values.get("scale", 1)),
+                "loss": row[CURVE[-1]],
+            }
+
+
+def lowest(curve: pd.Series) -> tuple[float, bool]:
+    """The rate at which a curve of losses by rate is lowest, and whether it is inside of those tried."""
+    place = int(np.argmin(curve.to_numpy()))
+    if not 0 < place < len(curve) - 1:
+        return float(curve.index[place]), False
+    near = curve.iloc[place - 1 : place + 2]
+    square, slope, _ = np.polyfit(np.log2(near.index.to_numpy(dtype=float)), near.to_numpy(), 2)
+    return float(2 ** (-slope / (2 * square))), True
+
+
+def fit(best: pd.DataFrame) -> pd.DataFrame:
+    """Add ``times`` AdamW's best rate, the ``exponent`` of its width and horizon, and the ``residual``."""
+    groups = [_fit_one(group) for _, group in best.groupby(WIDTH_AND_HORIZON)]
+    return pd.concat(groups, ignore_index=True)
+
+
+def _fit_one(group: pd.DataFrame) -> pd.DataFrame:
+    adamw = group[(group["moving"] == 1) & group["inside"]]["best"]
+    if adamw.empty:
+        return group.assign(times=math.nan, exponent=math.nan, residual=math.nan)
+    times = group["best"] / adamw.iloc[0]
+    taken = group["inside"] & (group["moving"] < 1)
+    more, log_times = -np.log2(group["moving"]), np.log2(times)
+    exponent = (more * log_times)[taken].sum() / (more**2)[taken].sum() if taken.any() else math.nan
+    return group.assign(times=times, exponent=exponent, residual=(log_times - exponent * more).where(taken))
+
+
+def plot(law: pd.DataFrame, path: Path) -> None:
+    """Best rates as multiples of AdamW's against the share that moves; open points are bounds."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    for (hidden, steps), group in law[law["times"].notna()].groupby(WIDTH_AND_HORIZON):
+        more = 1 / group["moving"]
+        (line,) = axes.plot(more, more ** group["exponent"], "-", alpha=0.5)
+        for inside, fill in ((True, line.get_color()), (False, "none")):
+            points = group["inside"] == inside
+            label = f"hidden {hidden}, {steps:,} steps: exponent {group['exponent'].iloc[0]:.2f}" if inside else None
+            axes.plot(more[points], group["times"][points], "o", color=line.get_color(), mfc=fill, label=label)
+    axes.axline((1, 1), (2, 2), color="black", ls=":", label='scale="auto": exponent 1')
+    axes.set(xscale="log", yscale="log", xlabel="n / (r + q)", ylabel="best rate of projected weights, times AdamW's")
+    axes.set_xlim(left=0.9)
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

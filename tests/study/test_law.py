@@ -1,0 +1,75 @@
+import law
+import numpy as np
+import pandas as pd
+import pytest
+from results import CURVE
+from run import DIRECTORY
+from tables import read_cells
+
+ADAMW = "rank=1.0 update_interval=1000000 selection=top_r dim=auto state_policy=reset explore=0"
+
+
+def cell(model, settings, loss, **other):
+    row = {"task": "pretrain", "model": model, "steps": "270", "seed": "0", "optimizer": "grass"}
+    return row | {"settings": f"lr=0.012 {settings}", CURVE[-1]: loss} | other
+
+
+def test_the_lowest_of_a_parabola_is_found_between_the_rates():
+    rates = 0.01 * 2.0 ** np.arange(-2, 3)
+    curve = pd.Series(1.5 + 0.2 * (np.log2(rates) - np.log2(0.013)) ** 2, index=rates)
+    best, inside = law.lowest(curve)
+    assert inside
+    assert best == pytest.approx(0.013)
+
+
+@pytest.mark.parametrize(("losses", "best"), [([1.0, 2.0, 3.0], 0.1), ([3.0, 2.0, 1.0], 0.4), ([1.0], 0.1)])
+def test_the_lowest_of_a_slope_is_a_bound(losses, best):
+    curve = pd.Series(losses, index=[0.1, 0.2, 0.4][: len(losses)])
+    assert law.lowest(curve) == (best, False)
+
+
+def test_the_exponent_of_made_up_rates_is_found():
+    shares = np.array([1.0, 0.5, 0.25, 0.125])
+    best = pd.DataFrame({"hidden": 64, "steps": 270, "moving": shares, "best": 0.01 * shares**-0.75, "inside": True})
+    one_bound = best.assign(inside=best["moving"] != 0.25)
+    for rates in (best, one_bound.assign(best=best["best"].where(one_bound["inside"], 1.0))):
+        fitted = law.fit(rates)
+        np.testing.assert_allclose(fitted["exponent"], 0.75)
+        np.testing.assert_allclose(fitted["residual"].dropna(), 0, atol=1e-12)
+    off = law.fit(best.assign(best=best["best"].where(best["moving"] != 0.125, 2 * best["best"])))
+    # least squares through the origin: the doubled rate at log2(8) = 3 has 3 / (1 + 4 + 9) of its power of two
+    np.testing.assert_allclose(off["exponent"], 0.75 + 3 / 14)
+    np.testing.assert_allclose(off["residual"].dropna(), [-3 / 14, -6 / 14, 1 - 9 / 14])
+
+
+def test_without_adamw_s_best_rate_there_is_no_multiple():
+    best = pd.DataFrame({"hidden": 64, "steps": 270, "moving": [1.0, 0.5], "best": 0.1, "inside": [False, True]})
+    assert law.fit(best)[["times", "exponent", "residual"]].isna().all(axis=None)
+
+
+def test_only_cells_of_the_law_count():
+    """Precisions are averaged; other seeds, options, methods and tasks do not count."""
+    half = "rank=0.125 explore=0.125 compact=True"
+    cells = [
+        *(cell("1m", f"scale={scale} {ADAMW}", loss) for scale, loss in ((0.5, 3.0), (0.25, 2.0), (0.125, 3.0))),
+        cell("1m", f"scale=1.0 {half}", 2.0),
+        cell("1m", f"scale=1.0 {half} autocast=False", 1.0),
+        cell("1m", f"scale=0.5 {half}", 1.75),
+        cell("1m", f"scale=1.0 {half}", 0.0, seed="1"),
+        cell("1m", f"scale=1.0 {half} selection=balanced", 0.0),
+        cell("1m", "scale=0.25 rank=0.125 explore=0.125", 0.0),  # dense mode
+        cell("1m", "scale=0.25", 0.0, optimizer="galore"),
+        cell("1m", f"scale=0.25 {half}", 0.0, task="facts"),
+    ]
+    best = law.best_rates(pd.DataFrame(cells)).set_index("moving")
+    assert best["tried"].to_dict() == {1.0: "0.0015 0.003 0.006", 0.25: "0.006 0.012"}
+    assert best["inside"].to_dict() == {1.0: True, 0.25: False}
+    assert best.loc[0.25, "loss"] == 1.5
+
+
+def test_the_committed_law_is_that_of_the_committed_cells(tmp_path):
+    (tmp_path / "cells.csv").write_text((DIRECTORY / "cells.csv").read_text())
+    law.main(["--directory", str(tmp_path), "--out", str(tmp_path)])
+    assert (tmp_path / "law.csv").read_text() == (DIRECTORY / "law.csv").read_text()
+    assert (tmp_path / "quality_law.png").stat().st_size > 10_000
+    assert set(read_cells(tmp_path / "cells.csv")["task"]) > {"pretrain"}
