@@ -9,8 +9,7 @@ what                       does                                         with
 ``SyncedRows``             keeps weight and active rows in agreement    ``Listener``, ``LastChange``: who hears of it
 ``CompactLinearFunction``  computes the gradients of active rows        ``_SelectColumns``
 ``ExpertRows``             converts a weight of experts                 ``_ExpertFunction``
-``Int8Weight``             stores a weight in 8 bits                    ``Int8Linear``, ``Int8Conv1D``,
-                                                                        ``Int8ExpertRows``
+``WeightStorage``          reads and writes its weight                  ``Int8Storage``: in 8 bits
 ``DividedLayer``           is a part of a weight that ranks divide      ``TensorParallelLinear``, ``_Share``,
                                                                         ``ExpertParallelRows``; ``StratumLayer``: how
                                                                         its state is saved

@@ -58,6 +58,10 @@ class ActiveRows(nn.Module):
         """A tensor of the weight's shape as ``(m, n)``; a view, but for experts."""
         return weight.t() if self.stores_transposed else weight
 
+    def as_stored(self, matrix: Tensor) -> Tensor:
+        """A matrix in the weight's layout: the inverse of :meth:`as_matrix`; a view."""
+        return matrix.t() if self.stores_transposed else matrix
+
     def take(self, weight: Tensor, projector: Projector, out: Tensor | None = None) -> Tensor:
         """The chosen rows of a tensor of the weight's shape, as they are; into ``out`` if given."""
         return projector.gather(self.as_matrix(weight), out=out)
@@ -125,11 +129,15 @@ class ActiveRows(nn.Module):
 
     def set_matrix(self, matrix: Tensor) -> None:
         """Make ``matrix (m, n)`` the weight's storage."""
-        self.weight.data = matrix.t() if self.stores_transposed else matrix
+        self.weight.data = self.as_stored(matrix)
+
+    def keep_plain(self, matrix: Tensor) -> None:
+        """Make ``matrix (m, n)``, a contiguous copy of the weight's values, its storage."""
+        self.set_matrix(matrix)
 
     def gather(self, projector: Projector, out: Tensor | None = None) -> Tensor:
         """The chosen rows of the weight, into ``out`` if given."""
-        return self.take(self.stored(), projector, out)
+        raise NotImplementedError
 
     @torch.no_grad()
     def select(self, indices: Tensor) -> None:

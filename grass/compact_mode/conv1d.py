@@ -1,11 +1,10 @@
-"""The converted counterparts of Hugging Face's ``Conv1D``; importing this module imports transformers."""
+"""The converted counterpart of Hugging Face's ``Conv1D``; importing this module imports transformers."""
 
 from __future__ import annotations
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from grass.compact_mode.int8 import Int8Weight
 from grass.compact_mode.layer import CompactLayer
 
 
@@ -18,7 +17,3 @@ class CompactConv1D(CompactLayer, Conv1D):
     def __repr__(self) -> str:
         weights = f", weights={self.weights}" if self.weights else ""
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, {self.rows_repr()}{weights})"
-
-
-class Int8Conv1D(Int8Weight, CompactConv1D):
-    """A converted ``Conv1D`` whose weight has 8 bits."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from grass.compact_mode.calibration import calibrate
 from grass.compact_mode.expert_conversion import experts_to_convert, is_converted, put_beside, take_away
 from grass.compact_mode.experts import ExpertRows
+from grass.compact_mode.int8 import Int8Storage
 from grass.compact_mode.layer import LAYERS, CompactLayer
 from grass.compact_mode.linear_classes import compact_class
 from grass.compact_mode.registry import watch_optimizers
@@ -108,7 +109,7 @@ def compact(
     with _undone_on_failure(model, experts.values()):
         for index, (name, layer_ranks) in enumerate(ranks.items()):
             if not isinstance(layers[name], CompactLayer):
-                _become(layers[name], compact_class(layers[name], weights))
+                _become(layers[name], compact_class(layers[name]), weights)
                 _convert(layers[name], name, *layer_ranks, dim, dtype, (seed, index))
         for index, (name, layer_ranks) in enumerate(experts_ranks.items(), len(ranks)):
             rows = experts[name]
@@ -280,10 +281,12 @@ def _checked_ranks(
     return resolved, explored
 
 
-def _become(layer: Any, cls: type[CompactLayer] | None) -> None:
+def _become(layer: Any, cls: type[CompactLayer] | None, weights: str | None) -> None:
     """Turn a plain layer into a :class:`CompactLayer`; the module and its weight parameter stay the same objects."""
     layer.weight.requires_grad_(False)
     layer.__class__ = cls
+    if weights == "int8":
+        layer.storage = Int8Storage()
 
 
 def _convert(
@@ -309,7 +312,7 @@ def _convert(
     layer.chosen.copy_(layer.draw_first())
     rows = layer.active_projector().gather(matrix).contiguous()
     layer.active = layer.as_parameter(rows.to(dtype or (torch.float32 if layer.weights else matrix.dtype)))
-    layer.store(matrix)
+    layer.storage.store(layer, matrix)
     layer.mark_synced()
     LAYERS.add(layer)
 
@@ -333,6 +336,7 @@ CONVERSION_ATTRIBUTES = (
     "reach",
     "gradient_scale",
     "owner",
+    "storage",
     "synced",
     "listeners",
     "held_sketch",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from grass.compact_mode.experts import ExpertRows
-from grass.compact_mode.int8_experts import Int8ExpertRows
+from grass.compact_mode.int8 import Int8Storage
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.synced_rows import copy_parameters_last
 from grass.compact_mode.transformers_experts import restore, use_active_rows
@@ -32,20 +32,22 @@ def experts_to_convert(
             logger.warning("Grass passes over %r: it is frozen", name)
             continue
         if rows is None:
-            cls = _class_for(model, name, parameter, weights)
+            cls = _class_for(model, name, parameter)
             rows = cls(parameter, dim, expert_weights(module)[weight])
+            if weights == "int8":
+                rows.storage = Int8Storage()
         found[name] = rows
     return found
 
 
-def _class_for(model: nn.Module, name: str, weight: Any, weights: str | None) -> type[ExpertRows]:
+def _class_for(model: nn.Module, name: str, weight: Any) -> type[ExpertRows]:
     """The class of active rows of a weight that is not converted, after checks of how ranks divide it."""
     if is_sharded(weight):
         from grass.compact_mode.expert_parallel import ExpertParallelRows, check_divided  # torch.distributed is there
 
         check_divided(model, name, weight)
         return ExpertParallelRows
-    return Int8ExpertRows if weights == "int8" else ExpertRows
+    return ExpertRows
 
 
 def is_converted(layer: CompactLayer) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from grass.compact_mode.grouped import experts_of_tokens, grouped_inner_product, grouped_product
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.linear_function import differentiable_once
+from grass.compact_mode.weight_codes import decode_weight
 from grass.coverage import EXPERT_ROWS
 from grass.parallel.shards import is_sharded, local
 from grass.selection.exploration import first_rows
@@ -40,8 +41,6 @@ class ExpertRows(CompactLayer):
 
     transposed: bool
     is_batch = True
-    holds_weight = False
-    """Whether the weight is a parameter of this module and not of the module of experts."""
 
     def __init__(self, weight: nn.Parameter, dim: int, transposed: bool) -> None:
         super().__init__()
@@ -64,6 +63,11 @@ class ExpertRows(CompactLayer):
         """Take over the module's weight if it was replaced, as by a move from the meta device."""
         if self._parameters["weight"] is not weight:
             self._parameters["weight"] = weight
+
+    @property
+    def holds_weight(self) -> bool:
+        """Whether the weight is a parameter of this module and not of the module of experts: codes are."""
+        return self.weights is not None
 
     @property
     def by_rows(self) -> bool:
@@ -111,8 +115,8 @@ class ExpertRows(CompactLayer):
         weight = self.stored()[expert]
         return weight.t() if self.transposed else weight
 
-    def store(self, matrix: Tensor) -> None:
-        """Store the weight without gaps; the values of ``matrix`` are its own."""
+    def keep_plain(self, matrix: Tensor) -> None:
+        """Keep the weight as it is, without gaps; ``matrix`` may be a copy."""
         self.keep(self.stored())
 
     def set_matrix(self, matrix: Tensor) -> None:
@@ -129,12 +133,14 @@ class ExpertRows(CompactLayer):
         return rows if self.by_rows else rows.transpose(1, 2)
 
     def matrices(self, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """``(E, n, m)``: what the tokens of each expert are multiplied by; a view."""
+        """``(E, n, m)``: what the tokens of each expert are multiplied by; a view, or decoded."""
+        if scale is not None:
+            weight = decode_weight(weight, scale.view(self.experts, -1), 1 - self.by_rows, dtype)
         return weight if self.transposed else weight.transpose(1, 2)
 
     def precision(self, x: Tensor) -> torch.dtype:
-        """The dtype of products with tokens ``x``."""
-        dtype: torch.dtype = self.weight.dtype
+        """The dtype of products with tokens ``x``: the weight's, or that of ``x`` where it is stored as codes."""
+        dtype: torch.dtype = x.dtype if self.holds_weight else self.weight.dtype
         return dtype
 
     @torch.compiler.disable(reason="each expert's tokens depend on the data")  # type: ignore[no-untyped-call, untyped-decorator]
@@ -169,10 +175,21 @@ class ExpertRows(CompactLayer):
             return torch.cat([part.flatten(0, 1) for part in parts])
         return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], dim=1)
 
+    def weight_key(self, prefix: str) -> str:
+        """The module's own name for the weight."""
+        return prefix.replace(f"{EXPERT_ROWS}.", "").removesuffix(".")
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self.before_saving()  # the module has put its weight into the dict, whose values are written now
+        """Codes and scales, under the name of this submodule; otherwise the module has put its weight there."""
+        if self.holds_weight:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+        else:
+            self.before_saving()  # writes the values of the weight that is in the dict
 
     def _load_from_state_dict(self, *args: Any) -> None:
+        if self.holds_weight:
+            super()._load_from_state_dict(*args)
+            return
         self.before_loading()
         self.reload_changed()
         self.mark_synced()

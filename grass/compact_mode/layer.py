@@ -21,8 +21,8 @@ A rule that chooses rows by norm needs a sketch of the gradient: ``g^T (x S)`` f
 adds up over micro-batches as gradients do, also under checkpointing and ``torch.compile``.
 
 The parts of a layer: :mod:`~grass.compact_mode.active_rows` (where rows are in the weight),
-:mod:`~grass.compact_mode.synced_rows` (weight and active rows agree, and who hears of it) and
-:mod:`~grass.compact_mode.linear_function` (backward).
+:mod:`~grass.compact_mode.weight_storage` (plain or 8 bits), :mod:`~grass.compact_mode.synced_rows` (weight and active
+rows agree, and who hears of it) and :mod:`~grass.compact_mode.linear_function` (backward).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from torch import Tensor, nn
 
 from grass.compact_mode.active_rows import ActiveRows
 from grass.compact_mode.linear_function import CompactLinearFunction, saved_columns
-from grass.compact_mode.synced_rows import Listener, Stamps, SyncedRows, counted, same_values, stamps_of
+from grass.compact_mode.synced_rows import Listener, Stamps, SyncedRows, counted, stamps_of
+from grass.compact_mode.weight_storage import WeightStorage
 from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel, local
 from grass.selection.projector import Projector
-from grass.state.precision import shrink_
 from grass.state.schema import State
 
 
@@ -73,18 +73,19 @@ class CompactLayer(ActiveRows):
         norms: gradient norms that the rows were selected by, if any were computed.
         selections: how often rows were selected since the conversion.
         label: the layer's name in the model that was converted, for messages.
+        storage: how the weight is kept.
         synced: makes weight and active rows agree.
         listeners: hear of uses and changes of the values.
     """
 
     bias: Any
+    storage = WeightStorage()
     synced: SyncedRows
     listeners: tuple[Listener, ...] = ()
     sketch: Tensor | None
     signs: Tensor | None
     owner: Any = None  # grass.compact_mode.registry.Owner: the optimizer that trains the active rows
     norms: Tensor | None = None
-    weights: str | None = None  # "int8" where it is stored as codes
     divided_by: str | None = None  # what divides the weight among ranks and was there before the conversion
     sums_sketch = False  # whether end_sketch() returns what all ranks have gathered
     held_sketch: Tensor | None = None  # a sketch that has ended, for a step that is on its way
@@ -143,10 +144,6 @@ class CompactLayer(ActiveRows):
             return self.rows().to(self.weight.dtype)
         return self.take(self.stored(), Projector(indices, None, self.dim))
 
-    def decay_(self, factor: float, key: int | None = None) -> None:
-        """``W <- factor W``. With a ``key``, a half-precision weight is rounded stochastically."""
-        shrink_(self.stored(), factor, key)
-
     def saved_state(self, state: State) -> State:
         """The optimizer's state of a layer with strata, as that of the whole weight."""
         raise NotImplementedError
@@ -155,13 +152,57 @@ class CompactLayer(ActiveRows):
         """This rank's part of what :meth:`saved_state` has returned."""
         raise NotImplementedError
 
-    def scale(self) -> Tensor | None:
-        """A factor for each of the weight's rows (``dim=1``: columns); ``None`` if the weight holds plain values."""
-        return None
+    # how the weight is kept
 
-    def store(self, matrix: Tensor) -> None:
-        """Make ``matrix (m, n)`` the layer's values."""
-        self.set_matrix(matrix)
+    @property
+    def weights(self) -> str | None:
+        """``"int8"`` where it is stored as codes."""
+        return self.storage.weights
+
+    @property
+    def weight_codes(self) -> Any:
+        """The weight under the name that codes have in a ``state_dict``, which distributed checkpoint looks up."""
+        return self.weight
+
+    def weight_key(self, prefix: str) -> str:
+        """The name of the weight in the plain model's ``state_dict``, given this layer's prefix."""
+        return f"{prefix}weight"
+
+    def scale(self) -> Tensor | None:
+        """:meth:`WeightStorage.scale`."""
+        return self.storage.scale(self)
+
+    def gather(self, projector: Projector, out: Tensor | None = None) -> Tensor:
+        """The chosen rows of the weight: :meth:`WeightStorage.gather`."""
+        return self.storage.gather(self, projector, out)
+
+    def decay_(self, factor: float, key: int | None = None) -> None:
+        """``W <- factor W``: :meth:`WeightStorage.decay_`."""
+        self.storage.decay_(self, factor, key)
+
+    @counted
+    def write_back(self, key: int | None = None) -> None:
+        """Copy the active rows into the weight: :meth:`WeightStorage.write_back`."""
+        self.storage.write_back(self, key)
+
+    @counted
+    def reload(self) -> None:
+        """Copy the weight's rows into the active rows."""
+        self.gather(self.active_projector(), out=self.rows())
+
+    def holds_active(self) -> bool:
+        """Whether the weight's rows are what the active rows are written back as."""
+        return self.storage.holds(self)
+
+    def reload_changed(self) -> None:
+        """Copy the weight's rows into the active rows where they differ: these may be more precise."""
+        if not self.holds_active():
+            self.reload()
+
+    def unconvert(self) -> None:
+        """Write the values, active rows included, into a plain weight."""
+        self.sync()
+        self.storage.unconvert(self)
 
     # weight and active rows agree
 
@@ -192,40 +233,6 @@ class CompactLayer(ActiveRows):
                 "other parametrizations before grass.compact(), which then leaves the layer at full rank"
             )
         return stamps_of(active, weight, sharded=self.synced.sharded)
-
-    def holds_active(self) -> bool:
-        """Whether the weight's rows are what the active rows are written back as."""
-        rows = self.gather(self.active_projector())
-        return same_values(self.rows().to(rows.dtype), rows)
-
-    def holds_first(self) -> bool:
-        """As :meth:`holds_active`, of the first row alone."""
-        row = self.gather(Projector(self.chosen[:1], None, self.dim))
-        return same_values(self.first_row().to(row.dtype), row)
-
-    @counted
-    def write_back(self, key: int | None = None) -> None:
-        """Copy the active rows into the weight. ``key``: for the stochastic rounding of 8-bit weights."""
-        self.put(self.stored(), self.active_projector(), self.rows())
-
-    @counted
-    def reload(self) -> None:
-        """Copy the weight's rows into the active rows."""
-        self.gather(self.active_projector(), out=self.rows())
-
-    def take_weight(self) -> None:
-        """Take over a weight that was changed from outside."""
-        self.reload()
-
-    def reload_changed(self) -> None:
-        """Copy the weight's rows into the active rows where they differ: these may be more precise."""
-        if not self.holds_active():
-            self.reload()
-
-    def unconvert(self) -> None:
-        """Write the values, active rows included, into a plain weight."""
-        self.sync()
-        self.write_back()
 
     # listeners
 
@@ -283,8 +290,9 @@ class CompactLayer(ActiveRows):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompactLayer:
         """Draws the first rows again when a layer leaves the meta device, where indices have no values."""
         self.finish_writing()
-        was_meta = self.chosen.is_meta
+        was_meta, scale = self.chosen.is_meta, self.scale()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.storage.after_apply(self, scale)
         if was_meta and not self.chosen.is_meta:
             self.chosen.copy_(self.draw_first())
             self.synced.empty = True
@@ -295,6 +303,8 @@ class CompactLayer(ActiveRows):
         self.before_saving()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[f"{prefix}active"]
+        if self.storage.key != "weight":
+            destination[prefix + self.storage.key] = destination.pop(f"{prefix}weight")
 
     def _load_from_state_dict(
         self,
@@ -307,16 +317,21 @@ class CompactLayer(ActiveRows):
         error_msgs: list[str],
     ) -> None:
         self.before_loading()
+        state_dict, plain = self.storage.to_load(self, state_dict, prefix)
         arguments = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(*arguments)
         if f"{prefix}active" in missing_keys:
             missing_keys.remove(f"{prefix}active")
+        if f"{prefix}weight" in missing_keys:
+            missing_keys[missing_keys.index(f"{prefix}weight")] = prefix + self.storage.key
         if self.rows().is_meta:
             raise RuntimeError(
                 "A converted layer on the meta device has lost its active rows: load weights before grass.compact(), "
                 "and with accelerate choose FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)"
             )
         self.reload_changed()
+        if plain is not None:
+            self.rows().copy_(self.active_projector().gather(plain))
         self.mark_synced()
 
     # sketches of the gradient, for rules that read norms

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from grass.compact_mode.int8 import Int8Linear
 from grass.compact_mode.layer import CompactLayer, CompactLinear
 from grass.parallel.shards import is_tensor_parallel
 
@@ -43,12 +42,12 @@ def register_linear(cls: type[nn.Linear]) -> type[nn.Linear]:
     return cls
 
 
-def compact_class(module: nn.Module, weights: str | None = None) -> type[CompactLayer] | None:
+def compact_class(module: nn.Module) -> type[CompactLayer] | None:
     """The converted counterpart of a module's class; ``None`` if there is none."""
     cls: Any = type(module)
     if cls in COUNTERPARTS:
         return COUNTERPARTS[cls]
-    base: Any = _base(module, weights)
+    base: Any = _base(module)
     if cls is nn.Linear:
         plain: type[CompactLayer] = base
         return plain
@@ -56,19 +55,19 @@ def compact_class(module: nn.Module, weights: str | None = None) -> type[Compact
         derived: type[CompactLayer] = _derived(base, cls)
         return derived
     if cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils":
-        from grass.compact_mode.conv1d import CompactConv1D, Int8Conv1D
+        from grass.compact_mode.conv1d import CompactConv1D
 
-        return Int8Conv1D if weights == "int8" else CompactConv1D
+        return CompactConv1D
     return None
 
 
-def _base(module: nn.Module, weights: str | None) -> type[CompactLayer]:
-    """The counterpart of a plain linear layer, by where and how its weight is stored."""
+def _base(module: nn.Module) -> type[CompactLayer]:
+    """The counterpart of a plain linear layer, by where its weight is stored."""
     if is_tensor_parallel(module):
         from grass.compact_mode.tensor_parallel import TensorParallelLinear  # torch.distributed may not be there
 
         return TensorParallelLinear
-    return Int8Linear if weights == "int8" else CompactLinear
+    return CompactLinear
 
 
 def _computes_as_linear(cls: type[nn.Linear]) -> bool:

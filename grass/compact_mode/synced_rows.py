@@ -163,7 +163,7 @@ class SyncedRows:
             return
         if not layer.holds_active():
             if self._weight_changed(layer, now):
-                layer.take_weight()
+                layer.storage.take_weight(layer)
             else:
                 layer.write_back()
         self.agreed = layer.stamps()
@@ -178,7 +178,7 @@ class SyncedRows:
         if (now := layer.stamps()) is not None and self.agreed is not None and now != self.agreed:
             layer.before_change()
             if now[1] != self.agreed[1]:
-                layer.take_weight()
+                layer.storage.take_weight(layer)
             layer.mark_synced()
             layer.after_change(everything=False)
 
@@ -233,7 +233,7 @@ class SyncedRows:
             return False
         if self._probes > 0:
             self._probes -= 1
-        return not layer.holds_first()
+        return not layer.storage.holds(layer, first=True)
 
 
 def stamps_of(active: Tensor | None, weight: Tensor, *, sharded: bool) -> Stamps | None:
