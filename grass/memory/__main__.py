@@ -36,7 +36,7 @@ from grass.memory.architecture import Architecture
 from grass.memory.models import load_architecture
 from grass.memory.setting import MOMENTS, Setting
 from grass.memory.sweep import Sweep
-from grass.memory.table import render
+from grass.memory.table import Report
 from grass.memory.uneven import read_rank
 from grass.memory.units import UNITS, count, format_bytes, size
 from grass.options import POLICIES
@@ -103,9 +103,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.machine and not setting.offload:
             raise ValueError("--machine predicts offloaded steps: add --offload or --stream")
         machine = Machine.read(args.machine[0]) if args.machine else None
-        budget = _budget(args.tokens, args.tflops, swept=args.sweep is not None)
-        sweep = None if args.sweep is None else _swept(args, setting, machine)
-        print(render(args.model, model, setting, args.gpu, machine, args.host, budget, sweep, args.gpus))
+        _check_times(args, setting, machine)
+        report = Report(
+            name=args.model,
+            model=model,
+            setting=setting,
+            gpu=args.gpu,
+            host=args.host,
+            machine=machine,
+            tokens=args.tokens,
+            tflops=args.tflops,
+            gpus=args.gpus,
+            sweep=None if args.sweep is None else Sweep.parse(args.sweep, args.devices),
+        )
+        print(report)
         if args.offload_path is not None:
             print(_room(args.offload_path))
     except (ImportError, OSError, ValueError) as error:
@@ -208,22 +219,14 @@ def _uneven(args: argparse.Namespace, model: Architecture, setting: Setting) -> 
     return uneven_table.render(args.model, ranks, BATCH if args.batch_size is None else args.batch_size)
 
 
-def _swept(args: argparse.Namespace, setting: Setting, machine: Machine | None) -> tuple[Sweep, float | None]:
-    """The sweep, and the TFLOP/s that say how long its steps take unless a machine does."""
-    if args.tflops is None and not (setting.stream and machine is not None):
-        raise ValueError("--sweep needs how long steps take: add --tflops, or --stream with --machine")
-    return Sweep.parse(args.sweep, args.devices), args.tflops
-
-
-def _budget(tokens: float | None, tflops: float | None, *, swept: bool) -> tuple[float, float] | None:
-    """Tokens and TFLOP/s, if they were given."""
-    if tokens is None and (tflops is None or (swept and 0 < tflops < math.inf)):
-        return None
-    if tokens is None or tflops is None:
+def _check_times(args: argparse.Namespace, setting: Setting, machine: Machine | None) -> None:
+    """What days and the hours of a sweep need."""
+    if args.tflops is not None and not 0 < args.tflops < math.inf:
+        raise ValueError(f"Invalid --tflops {args.tflops}: must be > 0")
+    if (args.tokens is None) != (args.tflops is None) and (args.sweep is None or args.tokens is not None):
         raise ValueError("--tokens and --tflops go together: days need both")
-    if not 0 < tflops < math.inf:
-        raise ValueError(f"Invalid --tflops {tflops}: must be > 0")
-    return tokens, tflops
+    if args.sweep is not None and args.tflops is None and not (setting.stream and machine is not None):
+        raise ValueError("--sweep needs how long steps take: add --tflops, or --stream with --machine")
 
 
 def _room(directory: Path) -> str:

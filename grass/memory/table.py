@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from grass.machine.rates import Machine
 from grass.memory.architecture import Architecture
@@ -30,81 +31,152 @@ CATEGORIES = {
 }
 
 
-def render(
-    name: str,
-    model: Architecture,
-    setting: Setting,
-    gpu: int | None,
-    machine: Machine | None = None,
-    host: int | None = None,
-    budget: tuple[float, float] | None = None,
-    sweep: tuple[Sweep, float | None] | None = None,
-    gpus: int = 1,
-) -> str:
-    """The table; with a ``gpu`` (and a ``host``) of so many bytes what fits; with a ``machine`` how long steps take.
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What is asked of the planner, and its answer as text.
 
-    ``budget`` is a number of tokens and the TFLOP/s of training on each of ``gpus``: with it, how many days they take.
-    ``sweep`` has the TFLOP/s too, or ``None`` if ``machine`` says how long a step takes.
+    Attributes:
+        name: of the model.
+        model: its sizes.
+        setting: how it is trained.
+        gpu: bytes of a GPU, to say what fits.
+        host: bytes of host memory, likewise.
+        machine: whose rates say how long steps take.
+        tokens: to be trained on, to say how many days they take; with ``tflops``.
+        tflops: of training, on each GPU.
+        gpus: that train together.
+        sweep: to say how long it takes; with ``tflops``, or ``machine`` says how long a step takes.
     """
-    plans = {method: plan(method, model, setting) for method in planned_methods(setting)}
-    rows = [["", *plans]] + [
-        [_label(field, label, setting.checkpointing), *(_gb(getattr(p, field)) for p in plans.values())]
-        for field, label in CATEGORIES.items()
-        if field != "gathered" or setting.shards > 1
-    ]
-    if not setting.stream:
-        other = replace(setting, checkpointing=not setting.checkpointing)
-        others = [plan(method, model, other).activations for method in plans]
-        index = 1 + list(CATEGORIES).index("activations")
-        rows.insert(index + 1, [f"  ({_label('activations', 'activations', other.checkpointing)})", *map(_gb, others)])
-    rows += [
-        ["peak", *(_gb(p.peak) for p in plans.values())],
-        [f"allocator slack, {setting.slack:.0%}", *(_gb(p.slack) for p in plans.values())],
-        ["total", *(_gb(p.total) for p in plans.values())],
-        ["bank on host", *(_gb(p.bank) for p in plans.values())],
-    ]
-    if setting.offload:
-        rows += [
-            [f"{field.replace('_', ' ')} on host", *(_gb(getattr(p.host, field)) for p in plans.values())]
-            for field in Host._fields
+
+    name: str
+    model: Architecture
+    setting: Setting
+    gpu: int | None = None
+    host: int | None = None
+    machine: Machine | None = None
+    tokens: float | None = None
+    tflops: float | None = None
+    gpus: int = 1
+    sweep: Sweep | None = None
+
+    @cached_property
+    def plans(self) -> dict[str, Plan]:
+        """A plan of each method that can have one."""
+        return {method: plan(method, self.model, self.setting) for method in planned_methods(self.setting)}
+
+    def __str__(self) -> str:
+        rows = [["", *self.plans], *self._memory()]
+        rows += self._host() if self.setting.offload else []
+        rows += self._steps()
+        rows += self._fitting(self.gpu) if self.gpu is not None else []
+        rows += self._days(self.tokens, self.tflops) if self.tokens is not None and self.tflops is not None else []
+        rows += self._sweep(self.sweep) if self.sweep is not None else []
+        above = heading(self.name, self.model, self.setting, self.gpu)
+        return "\n".join([above, "", *aligned(rows), "", *self._notes()])
+
+    def _memory(self) -> list[list[str]]:
+        """What a device holds, the activations also as they would be otherwise."""
+        setting, rows = self.setting, []
+        for field, label in CATEGORIES.items():
+            if field == "gathered" and setting.shards == 1:
+                continue
+            rows.append([_label(field, label, setting.checkpointing), *self._each(field)])
+            if field == "activations" and not setting.stream:
+                other = replace(setting, checkpointing=not setting.checkpointing)
+                others = [_gb(plan(method, self.model, other).activations) for method in self.plans]
+                rows.append([f"  ({_label(field, label, other.checkpointing)})", *others])
+        return [
+            *rows,
+            ["peak", *self._each("peak")],
+            [f"allocator slack, {setting.slack:.0%}", *self._each("slack")],
+            ["total", *self._each("total")],
+            ["bank on host", *self._each("bank")],
         ]
-        if setting.files:
-            rows.append(["of these in files", *(_gb(p.files) for p in plans.values())])
-        rows.append(["total on host", *(_gb(p.on_host) for p in plans.values())])
-    if setting.stream:
-        rows += _streaming(model, setting, machine)
-    elif setting.offload and machine is not None:
-        rows.append(["step, link and update, s", *(_seconds(method, model, setting, machine) for method in plans)])
-    if gpu is not None:
-        rows += _fitting(plans, model, setting, gpu, host)
-    if budget is not None:
-        tokens, tflops = budget
-        every = [f"{days(method, model, setting, tokens, gpus * tflops):,.3g}" for method in plans]
-        each = f"{gpus} x " if gpus > 1 else ""
-        rows.append([f"days, {tokens:.3g} tokens, {each}{tflops:g} TFLOP/s", *every])
-    if sweep is not None:
-        rows += _sweep(plans, model, setting, *sweep, machine, host)
-    notes = ["GB are 10^9 bytes. The peak is less than the sum: gradients grow while activations shrink."]
-    notes += _of_several(setting, gpus)
-    if setting.offload:
-        notes.append(
-            f"{'Streamed' if setting.stream else 'Offloaded'}: {', '.join(OFFLOADABLE)}; the others cannot be."
-        )
-    if setting.offload and machine is not None:
-        notes.append(
-            f"Seconds are simulated with the rates of {machine.name or 'a machine without a name'}. "
-            + _what_is_timed(setting, machine)
-        )
-    if budget is not None:
-        notes.append("Days count the products with weights only, not attention, optimizer steps or copies.")
-    if sweep is not None:
-        notes.append(
-            f"Sweep: {sweep[0].trials} trials of {sweep[0].steps} steps. Pipelined: micro-batches of one sequence, "
-            f"{setting.batch_size} in all, and stages that are equally long."
-            + (" Hours count the products only; with --machine copies and updates too." if sweep[1] is not None else "")
-        )
-    notes += [f"Peak of {method}: {p.peak_at}." for method, p in plans.items()]
-    return "\n".join([heading(name, model, setting, gpu), "", *aligned(rows), "", *notes])
+
+    def _each(self, field: str) -> list[str]:
+        """A field of the plans."""
+        return [_gb(getattr(p, field)) for p in self.plans.values()]
+
+    def _host(self) -> list[list[str]]:
+        """What the host holds."""
+        plans = self.plans.values()
+        rows = [[f"{f.replace('_', ' ')} on host", *(_gb(getattr(p.host, f)) for p in plans)] for f in Host._fields]
+        if self.setting.files:
+            rows.append(["of these in files", *self._each("files")])
+        return [*rows, ["total on host", *self._each("on_host")]]
+
+    def _steps(self) -> list[list[str]]:
+        """How long a step takes that is streamed or offloaded, and what it loads."""
+        if self.setting.stream:
+            return _streaming(self.model, self.setting, self.machine)
+        if not self.setting.offload or self.machine is None:
+            return []
+        seconds = [_seconds(method, self.model, self.setting, self.machine) for method in self.plans]
+        return [["step, link and update, s", *seconds]]
+
+    def _fitting(self, gpu: int) -> list[list[str]]:
+        """What fits a GPU, and the host."""
+        largest = [largest_that_fit(method, self.model, self.setting, gpu, self.host) for method in self.plans]
+        sizes = format_bytes(gpu) + ("" if self.host is None else f", host {format_bytes(self.host)}")
+        return [
+            [f"fits {sizes}", *("yes" if p.fits(gpu, self.host) else "no" for p in self.plans.values())],
+            ["largest rank", *(_count(fit.rank) for fit in largest)],
+            ["largest batch", *(_count(fit.batch_size) for fit in largest)],
+            ["largest sequence", *(_count(fit.seq_len) for fit in largest)],
+        ]
+
+    def _days(self, tokens: float, tflops: float) -> list[list[str]]:
+        """How long so many tokens take."""
+        every = [days(method, self.model, self.setting, tokens, self.gpus * tflops) for method in self.plans]
+        each = f"{self.gpus} x " if self.gpus > 1 else ""
+        return [[f"days, {tokens:.3g} tokens, {each}{tflops:g} TFLOP/s", *(f"{n:,.3g}" for n in every)]]
+
+    def _sweep(self, sweep: Sweep) -> list[list[str]]:
+        """Hours of a sweep, and how many of its trials fit host memory at a time."""
+        seconds = [self._sweep_seconds(method) for method in self.plans]
+        hours = [None if s is None else sweep.hours(s, self.setting.batch_size) for s in seconds]
+        labels = (f"pool of {sweep.devices} devices", "one device", f"pipelined over {sweep.devices} devices")
+        rows = [
+            [f"hours, {label}", *("-" if h is None else f"{h[i]:,.3g}" for h in hours)]
+            for i, label in enumerate(labels)
+        ]
+        if (host := self.host) is not None and self.setting.offload:
+            plans = self.plans.items()
+            fits = ["-" if m not in OFFLOADABLE else str(host // max(p.on_host, 1)) for m, p in plans]
+            rows.append([f"trials at a time in {format_bytes(host)} of host memory", *fits])
+        return rows
+
+    def _sweep_seconds(self, method: str) -> float | None:
+        """How long a step of a trial takes; ``None`` for a method that cannot be streamed."""
+        model, setting = self.model, self.setting
+        if self.tflops is not None:
+            return days(method, model, setting, setting.tokens, self.tflops) * SECONDS_OF_A_DAY
+        assert self.machine is not None
+        if method not in OFFLOADABLE:
+            return None
+        return step_seconds(method, METHODS[method](model, setting), model, setting, self.machine)
+
+    def _notes(self) -> list[str]:
+        """What the numbers take for granted."""
+        setting, machine = self.setting, self.machine
+        notes = ["GB are 10^9 bytes. The peak is less than the sum: gradients grow while activations shrink."]
+        notes += _of_several(setting, self.gpus)
+        if setting.offload:
+            how = "Streamed" if setting.stream else "Offloaded"
+            notes.append(f"{how}: {', '.join(OFFLOADABLE)}; the others cannot be.")
+        if setting.offload and machine is not None:
+            whose = f"Seconds are simulated with the rates of {machine.name or 'a machine without a name'}. "
+            notes.append(whose + _what_is_timed(setting, machine))
+        if self.tokens is not None:
+            notes.append("Days count the products with weights only, not attention, optimizer steps or copies.")
+        if (sweep := self.sweep) is not None:
+            counted = " Hours count the products only; with --machine copies and updates too."
+            notes.append(
+                f"Sweep: {sweep.trials} trials of {sweep.steps} steps. Pipelined: micro-batches of one sequence, "
+                f"{setting.batch_size} in all, and stages that are equally long."
+                + ("" if self.tflops is None else counted)
+            )
+        return notes + [f"Peak of {method}: {p.peak_at}." for method, p in self.plans.items()]
 
 
 def _of_several(setting: Setting, gpus: int) -> list[str]:
@@ -118,35 +190,6 @@ def _of_several(setting: Setting, gpus: int) -> list[str]:
         "shard_placement_fn. AdamW float32 with MixedPrecisionPolicy, all else in the weights' dtype. Methods that "
         "have no plan here are left out."
     ]
-
-
-def _sweep(
-    plans: dict[str, Plan],
-    model: Architecture,
-    setting: Setting,
-    sweep: Sweep,
-    tflops: float | None,
-    machine: Machine | None,
-    host: int | None,
-) -> list[list[str]]:
-    """Hours of a sweep, and how many of its trials fit host memory at a time."""
-    seconds: list[float | None] = []
-    for method in plans:
-        held = METHODS[method](model, setting) if method in OFFLOADABLE else None
-        if tflops is not None:
-            seconds.append(days(method, model, setting, setting.tokens, tflops) * SECONDS_OF_A_DAY)
-        else:
-            assert machine is not None
-            seconds.append(None if held is None else step_seconds(method, held, model, setting, machine))
-    hours = [None if s is None else sweep.hours(s, setting.batch_size) for s in seconds]
-    labels = (f"pool of {sweep.devices} devices", "one device", f"pipelined over {sweep.devices} devices")
-    rows = [
-        [f"hours, {label}", *("-" if h is None else f"{h[i]:,.3g}" for h in hours)] for i, label in enumerate(labels)
-    ]
-    if host is not None and setting.offload:
-        fits = ["-" if m not in OFFLOADABLE else str(host // max(p.on_host, 1)) for m, p in plans.items()]
-        rows.append([f"trials at a time in {format_bytes(host)} of host memory", *fits])
-    return rows
 
 
 def _streaming(model: Architecture, setting: Setting, machine: Machine | None) -> list[list[str]]:
@@ -165,19 +208,6 @@ def _streaming(model: Architecture, setting: Setting, machine: Machine | None) -
         *rows,
         ["step, s", *("-" if s is None else f"{s:,.3g}" for s in seconds)],
         ["tokens a second", *("-" if s is None else f"{setting.tokens / s:,.0f}" for s in seconds)],
-    ]
-
-
-def _fitting(
-    plans: dict[str, Plan], model: Architecture, setting: Setting, gpu: int, host: int | None
-) -> list[list[str]]:
-    largest = [largest_that_fit(method, model, setting, gpu, host) for method in plans]
-    sizes = format_bytes(gpu) + ("" if host is None else f", host {format_bytes(host)}")
-    return [
-        [f"fits {sizes}", *("yes" if p.fits(gpu, host) else "no" for p in plans.values())],
-        ["largest rank", *(_count(fit.rank) for fit in largest)],
-        ["largest batch", *(_count(fit.batch_size) for fit in largest)],
-        ["largest sequence", *(_count(fit.seq_len) for fit in largest)],
     ]
 
 
