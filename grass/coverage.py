@@ -7,8 +7,9 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -76,6 +77,18 @@ def report_scale(factors: Collection[float]) -> None:
         low, high = (f"{factor:.3g}" for factor in (min(factors), max(factors)))
         times = low if low == high else f"{low} to {high}"
         _log(logging.INFO, f"Grass: projected weights: lr x {times} (scale='auto'); other parameters: lr")
+
+
+def report_decay(groups: Sequence[Mapping[str, Any]], rows: Collection[int]) -> None:
+    """Say that no active row decays though other parameters do, as where names that end in "weight" make the group."""
+    decaying = [group for group in groups if group.get("weight_decay")]
+    held = any(id(p) in rows for group in groups for p in group["params"])
+    if held and decaying and not any(id(p) in rows for group in decaying for p in group["params"]):
+        logger.warning(
+            "Grass: weight_decay=%s is for none of the active rows, which train in place of the weights: the names of "
+            "these parameters end in 'active', not in 'weight'",
+            decaying[0]["weight_decay"],
+        )
 
 
 def _sizes(

@@ -1,4 +1,4 @@
-"""Finds half-precision parameters at full rank whose updates are smaller than their spacing, so that nothing moves."""
+"""Finds half-precision parameters whose updates are smaller than their spacing, so that nothing moves."""
 
 from __future__ import annotations
 
@@ -34,17 +34,19 @@ class _Before(NamedTuple):
     Attributes:
         values: of a sample of its elements.
         moving: which of them had a gradient; rows of an embedding without tokens have none.
+        selections: how often the rows of a converted layer were selected.
     """
 
     values: Tensor
     moving: Tensor
+    selections: int
 
 
 class LostUpdates:
-    """Warns once of each large half-precision parameter at full rank that hardly moves.
+    """Warns once of each large half-precision parameter that hardly moves; of active rows, the selected ones count.
 
-    Small ones have a float32 master; those that are rounded stochastically move on average. The device is waited for
-    once in :data:`PERIOD` steps.
+    Small ones have a float32 master; those that are rounded stochastically move on average. Weights of dense mode are
+    not looked at. The device is waited for once in :data:`PERIOD` steps.
 
     Attributes:
         noting: whether a measurement begins in this step.
@@ -62,24 +64,31 @@ class LostUpdates:
         phase = self._steps % PERIOD
         self.noting = phase == PERIOD - WINDOW
         if phase == 0 and self._before:
-            self._compare(groups)
+            self._compare(groups, layers)
         if self.noting:
             for _, group, p in _every(groups):
                 self.note(p, group, layers)
 
     def note(self, p: Tensor, group: dict[str, Any], layers: Mapping[int, CompactLayer]) -> None:
         """Begin to measure a parameter that is about to be stepped, if it can lose updates."""
-        if p.grad is None or not is_half(p.dtype) or keeps_master(p) or group["stochastic_rounding"]:
+        if p.grad is None or not is_half(p.dtype) or group["stochastic_rounding"]:
             return
-        if id(p) in layers or is_projected(p, group) or id(p) in self._warned or not float(group["lr"]):
+        layer = layers.get(id(p))
+        if layer is None and (keeps_master(p) or is_projected(p, group)):
             return
-        self._before[p] = _Before(_sample(p).clone(), _sample(p.grad) != 0)
+        if id(p) in self._warned or not float(group["lr"]):
+            return
+        selections = 0 if layer is None else layer.selections
+        self._before[p] = _Before(_sample(p, layer).clone(), _sample(p.grad, layer) != 0, selections)
 
-    def _compare(self, groups: Groups) -> None:
+    def _compare(self, groups: Groups, layers: Mapping[int, CompactLayer]) -> None:
         found = []
         for name, group, p in _every(groups):
-            before, now = self._before.get(p), _sample(p)
-            if before is None or before.values.shape != now.shape or not float(group["lr"]):
+            before, layer = self._before.get(p), layers.get(id(p))
+            if before is None or not float(group["lr"]) or (layer and layer.selections != before.selections):
+                continue
+            now = _sample(p, layer)
+            if before.values.shape != now.shape:
                 continue
             lost = (before.values == now)[before.moving].float().mean().item()  # NaN where nothing had a gradient
             if lost > MOST:
@@ -90,7 +99,7 @@ class LostUpdates:
             logger.warning(
                 "Grass: updates of %d parameters are lost: they are smaller than the spacing of half precision. "
                 "Unchanged in %d steps: %s. GrassAdamW(stochastic_rounding=True) lets them move on average; in float32 "
-                "they move exactly",
+                "they move exactly (active rows: grass.compact(dtype=torch.float32))",
                 *(len(found), WINDOW, ", ".join(found)),
             )
 
@@ -104,8 +113,9 @@ def _every(groups: Groups) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
             position += 1
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """Some elements of this rank's part, an odd number apart, so that they are of many columns."""
+def _sample(tensor: Tensor, layer: CompactLayer | None) -> Tensor:
+    """Some elements of this rank's part, of a layer's selected rows, an odd number apart: they are of many columns."""
     own = local(tensor.detach())
+    own = own if layer is None else layer.selected_part(own)
     with torch.no_grad():
         return own.flatten()[:: own.numel() // SAMPLE | 1]

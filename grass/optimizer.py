@@ -18,7 +18,7 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import NEW, arm
 from grass.compact_mode.registry import Owner, by_active_rows, layers_of
-from grass.coverage import report_rank, report_scale
+from grass.coverage import report_decay, report_rank, report_scale
 from grass.health import Health
 from grass.lost_updates import LostUpdates
 from grass.offload.host_optimizer import HostOptimizer
@@ -192,6 +192,7 @@ class GrassAdamW(Optimizer):
         self._checks = StepChecks([])
         self._named_by_model = isinstance(params, nn.Module)
         super().__init__(trainable_parameters(params) if isinstance(params, nn.Module) else params, as_plain(defaults))
+        report_decay(self.param_groups, self.layers().keys())
 
     def _offload_by(self, options: Offload | None) -> None:
         """Step on the host if options are given."""

@@ -81,8 +81,8 @@ class StepChecks:
         if len(found) < len(self._by_rows):
             if any(self._by_rows.get(id(p)) and id(p) not in layers for group in groups for p in group["params"]):
                 raise RuntimeError(
-                    "grass.expand(), or a move from the meta device, has replaced the active rows that this optimizer "
-                    "was built for: build a new one for the parameters as they are now"
+                    "grass.expand(), fully_shard or a move from the meta device has replaced the active rows that this "
+                    "optimizer was built for: build a new one for the parameters as they are now"
                 )
             raise RuntimeError(
                 f"Of {len(self._by_rows)} parameters that rows are selected of, {len(found)} are left: a wrapper has "

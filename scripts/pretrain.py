@@ -49,6 +49,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
@@ -90,7 +91,7 @@ def run(parser: ArgumentParser, args: argparse.Namespace, processes: Processes) 
         data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None, shard=shard)
         optimizer_config = from_flags(OptimizerConfig, args, name=args.optimizer)
         checkpoints = checkpoint_store(args, optimizer_config)
-        check_streaming(args, processes)
+        check_processes(args, processes)
         data = load_data(data_config)
         config = llama_config(args.model, vocab_size=data.vocab_size, max_seq_len=args.seq_len)
         model, optimizer = build(args, config, optimizer_config, processes.device)
@@ -138,7 +139,9 @@ def prepare_layer(args: argparse.Namespace, optimizer: OptimizerConfig, layer: n
         shard_module(layer)
 
 
-def check_streaming(args: argparse.Namespace, processes: Processes) -> None:
+def check_processes(args: argparse.Namespace, processes: Processes) -> None:
+    if args.fsdp and not (dist.is_initialized() or dist.is_torchelastic_launched()):
+        raise ValueError("--fsdp shards the model over processes: torchrun --nproc-per-node N scripts/pretrain.py ...")
     if args.stream and (args.fsdp or processes.size > 1):
         raise ValueError("--stream is for one process: FSDP2's CPUOffloadPolicy streams over several")
     if not args.stream and (args.cache or args.host_activations):

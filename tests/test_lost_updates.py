@@ -23,6 +23,28 @@ class Tables(nn.Module):
         self.norm = nn.Parameter(torch.ones(128, dtype=dtype))
 
 
+def test_active_rows_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights of 1.0 and a rate of 2e-5: no bfloat16 row moves, float32 and stochastically rounded ones do."""
+
+    def warned(**kinds: Any) -> list[str]:
+        caplog.clear()
+        model = nn.Linear(128, 512, bias=False, dtype=torch.bfloat16)
+        nn.init.ones_(model.weight)
+        grass.compact(model, rank=0.25, dtype=kinds.get("dtype"))
+        optimizer = GrassAdamW(model, lr=2e-5, stochastic_rounding=kinds.get("stochastic_rounding", False))
+        for _ in range(2 * PERIOD + 1):
+            model(torch.ones(2, 128, dtype=torch.bfloat16)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [record.getMessage() for record in caplog.records if "are lost" in record.getMessage()]
+
+    (message,) = warned()
+    assert "'active' (100% of the elements with a gradient)" in message
+    assert "grass.compact(dtype=torch.float32)" in message
+    assert not warned(dtype=torch.float32)
+    assert not warned(stochastic_rounding=True)
+
+
 def trained(
     dtype: torch.dtype = torch.bfloat16, lr: float = 1e-3, value: float = 1.0, in_backward: bool = False, **options: Any
 ) -> Tables:

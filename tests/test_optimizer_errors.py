@@ -113,3 +113,19 @@ def test_integer_rank_leaves_vectors_alone() -> None:
     bias.grad = torch.ones(2)
     optimizer.step()
     assert set(optimizer.state[bias]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("rows", [300, 5000])
+def test_a_parameter_that_was_resized(fused: bool | None, rows: int) -> None:
+    """As by resize_token_embeddings, which keeps the parameter: a fused kernel would read past the moments."""
+    table = torch.nn.Embedding(256, 16)
+    optimizer = GrassAdamW(table.parameters(), lr=1e-2, fused=fused)
+    table(torch.arange(256)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    table.weight.data = torch.zeros(rows, 16)
+    table(torch.arange(rows)).sum().backward()
+    with pytest.raises(RuntimeError, match=rf"\({rows}, 16\) has moments of \(256, 16\).*resize_token_embeddings"):
+        optimizer.step()
+    assert not table.weight.any()

@@ -13,6 +13,7 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import Trained, adopt, advance, arm, check_rows, resume
 from grass.compact_mode.registry import Owner, layers_of
+from grass.coverage import report_decay
 from grass.options import SPEED_KEYS, Options, as_number, settings_of, validate
 from grass.parallel.agreement import Agreement
 from grass.parallel.ranks import Ranks, checksum
@@ -120,6 +121,7 @@ class Attachment:
         _check_layers(optimizer, list(self.layers.values()))
         if by := next((layer.divided_by for layer in self.layers.values() if layer.divided_by), None):
             raise ValueError(f"attach() does not take layers that {by} divides: train them with GrassAdamW")
+        report_decay(optimizer.param_groups, {id(layer.active) for layer in self.layers.values()})
         self.states: dict[str, State] = {}
         for name, layer in self.layers.items():
             self.states[name] = adopt(layer, {}, lambda *selections: None)

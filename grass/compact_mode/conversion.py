@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -95,12 +95,12 @@ def compact(
     }
     reasons = unconvertible(model)
     ranks = {
-        name: _checked_ranks(name, layer, _size(layer, dim), rank, explore, dim, weights)
+        name: _checked_ranks(name, layer, _size(layer, dim), rank, explore, dim, dtype, weights)
         for name, layer in layers.items()
         if convertible(name, layer, reasons)
     }
     experts_ranks = {
-        name: _checked_ranks(name, rows, rows.shape[dim] // rows.experts, rank, explore, dim, weights)
+        name: _checked_ranks(name, rows, rows.shape[dim] // rows.experts, rank, explore, dim, dtype, weights)
         for name, rows in experts.items()
     }
     check_not_sharded({name: layers[name] for name in ranks})
@@ -189,6 +189,7 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
             f"The active rows of all {len(layers)} converted layers are frozen (requires_grad=False), as PEFT freezes "
             "a base model: convert a model or wrap it by PEFT, not both"
         )
+    _check_not_shared(model, layers)
     if frozen:
         logger.warning("Grass: active rows frozen (requires_grad=False), not trained: %s", ", ".join(map(repr, frozen)))
     if not layers:
@@ -197,6 +198,23 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
             "grass.param_groups(model, rank=...) or model.parameters() to train it from full gradients"
         )
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _check_not_shared(model: nn.Module, layers: Iterable[CompactLayer]) -> None:
+    """Refuse a converted weight that another module has come to share, which would be frozen there.
+
+    Raises:
+        ValueError: for each of these layers alone, rows are selected and moved; names both.
+    """
+    owners = {id(layer._parameters["weight"]): layer for layer in layers if not isinstance(layer, ExpertRows)}
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            layer = owners.get(id(parameter))
+            if layer is not None and layer is not module:
+                raise ValueError(
+                    f"The weight of the converted layer {layer.label!r} is also {f'{name}.{own}'!r}: tie weights "
+                    f"before grass.compact(), which then leaves them at full rank, or exclude=[{layer.label!r}]"
+                )
 
 
 def convertible(name: str, layer: Any, reasons: Mapping[str, str] = MappingProxyType({})) -> bool:
@@ -252,7 +270,14 @@ def _size(layer: Any, dim: int) -> int:
 
 
 def _checked_ranks(
-    name: str, layer: Any, size: int, rank: int | float, explore: int | float | None, dim: int, weights: str | None
+    name: str,
+    layer: Any,
+    size: int,
+    rank: int | float,
+    explore: int | float | None,
+    dim: int,
+    dtype: torch.dtype | None,
+    weights: str | None,
 ) -> tuple[int, int]:
     """Numbers of rows that a layer selects and explores, of each expert and in each stratum, after checks.
 
@@ -260,7 +285,7 @@ def _checked_ranks(
         name: of the layer.
         layer: plain or converted.
         size: rows to select from.
-        rank: as given to :func:`compact`, as are ``explore``, ``dim`` and ``weights``.
+        rank: as given to :func:`compact`, as are ``explore``, ``dim``, ``dtype`` and ``weights``.
     """
     rank, explore = of_stratum(layer, rank, explore, dim, weights)
     resolved = resolve_rank(rank, size)
@@ -273,10 +298,11 @@ def _checked_ranks(
         )
     if isinstance(layer, CompactLayer) and is_converted(layer):
         r, q = (count // layer.experts for count in layer.counts())
-        was = r, layer.dim, q, layer.weights
-        asked = resolved, dim, explored, weights
+        was = r, layer.dim, q, layer.active.dtype, layer.weights
+        asked = resolved, dim, explored, dtype or layer.active.dtype, weights
         if was != asked:
-            given, now = ("rank={}, dim={}, explore={}, weights={!r}".format(*values) for values in (was, asked))
+            form = "rank={}, dim={}, explore={}, dtype={}, weights={!r}"
+            given, now = (form.format(*values) for values in (was, asked))
             raise ValueError(f"{name!r} was converted with {given}, not {now}; call grass.expand(model) first")
     return resolved, explored
 

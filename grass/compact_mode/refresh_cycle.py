@@ -94,12 +94,15 @@ def check_rows(layer: CompactLayer, state: State) -> None:
     rank = layer.rank * layer.strata
     if (len(state["indices"]), state["dim"]) != (rank, layer.dim):
         raise ValueError(
-            f"State of active rows with rank={len(state['indices'])}, dim={state['dim']} for a layer "
-            f"with rank={rank}, dim={layer.dim}"
+            f"State of active rows with rank={len(state['indices'])}, dim={state['dim']} for {layer.label!r} "
+            f"with rank={rank}, dim={layer.dim}: convert the model as the one that was saved"
         )
     count = layer.explored.numel() * layer.strata
     if (saved := state.get("explored", count)) != count:
-        raise ValueError(f"State of active rows with explore={saved} for a layer with explore={count}")
+        raise ValueError(
+            f"State of active rows with explore={saved} for {layer.label!r} with explore={count}: convert the model "
+            "as the one that was saved"
+        )
 
 
 def reserve_rows(state: State, layer: CompactLayer) -> None:

@@ -82,8 +82,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
         active, weight = layer._parameters.get("active"), layer._parameters.get("weight")  # past slow __getattr__
         if id(active) not in held and id(weight) in held:
             raise RuntimeError(
-                "This optimizer was built before grass.compact() converted the model and holds none of its active "
-                "rows: build the optimizer after the conversion"
+                f"This optimizer holds the frozen weight of {layer.label!r} and not the layer's active rows, which "
+                "train: it was built before grass.compact(), or from parameters chosen by the ending 'weight' of "
+                "their names. Build it after the conversion, from parameters with requires_grad"
             )
         if id(active) in held and is_zero:
             raise RuntimeError(ZERO)

@@ -2,8 +2,9 @@
 
 Forward computes with the weight, the optimizer steps ``active``. A step writes the active rows back. Code outside of
 Grass may change either of them: model averaging, clipping of weights, ``p.data -= ...``. PyTorch counts most changes in
-the tensor's version, so comparing versions is enough. A change through ``.data`` has no version: the first forwards
-look for it by value, and so do switches between ``train()`` and ``eval()``.
+the tensor's version, so comparing versions is enough. A change through ``.data`` has no version: forwards and steps
+look for it by value in the first active row, on other devices than the CPU only the first forwards, because the device
+is waited for. Switches between ``train()`` and ``eval()`` compare all active rows.
 
 What is built on compact mode hears of uses and changes of a layer's values as a :class:`Listener`.
 """
@@ -26,7 +27,7 @@ _P = ParamSpec("_P")
 logger = logging.getLogger("grass")
 
 PROBES = 8
-"""How many of the first forwards look for changes through ``.data``."""
+"""How many of the first forwards look for changes through ``.data`` where looking takes time."""
 
 ALWAYS = -1
 """Number of probes of a layer that was found changed through ``.data``: every forward looks."""
@@ -147,7 +148,7 @@ class SyncedRows:
         Args:
             layer: whose weight and active rows.
             compare: compare values even if tensor versions show no change.
-            probe: compare the first active row in the first few calls.
+            probe: compare the first active row, where looking takes time only in the first few calls.
         """
         layer.arrive()
         if torch.compiler.is_compiling() or (self.sharded and not self.empty and not is_sharded(layer.weight)):
@@ -158,7 +159,7 @@ class SyncedRows:
         if self.empty and now is None and is_sharded(layer.weight):
             layer.reload()
         if now is None or (
-            now == self.agreed and (self.sharded or not (compare or (probe and self._changed_unseen(layer))))
+            now == self.agreed and (self.sharded or not (compare or self._changed_unseen(layer, probe)))
         ):
             return
         if not layer.holds_active():
@@ -208,7 +209,7 @@ class SyncedRows:
 
     def _remember(self, layer: CompactLayer) -> None:
         """Keep the first active row while forwards look for changes through ``.data``."""
-        looks = self._probes and self.agreed is not None and not self.sharded
+        looks = (self._probes or looks_always(layer)) and self.agreed is not None and not self.sharded
         self._first = layer.first_row().clone() if looks else None
 
     def _write_pending(self, layer: CompactLayer) -> None:
@@ -224,16 +225,19 @@ class SyncedRows:
             self.agreed = layer.stamps()
         self._pending = False
 
-    def _changed_unseen(self, layer: CompactLayer) -> bool:
-        """Whether the values differ though versions show no change, as after ``p.data -= p.grad``.
-
-        The first forwards look for such changes, and all later ones if one was found.
-        """
-        if self._probes == 0:
-            return False
-        if self._probes > 0:
-            self._probes -= 1
+    def _changed_unseen(self, layer: CompactLayer, probe: bool) -> bool:
+        """Whether the values differ though versions show no change, as after ``p.data -= p.grad``."""
+        if not looks_always(layer):
+            if not probe or self._probes == 0:
+                return False
+            if self._probes > 0:
+                self._probes -= 1
         return not layer.storage.holds(layer, first=True)
+
+
+def looks_always(layer: CompactLayer) -> bool:
+    """Whether it costs next to nothing to compare a row: it lies in host memory, and is not stored as codes."""
+    return layer.weights is None and layer.chosen.device.type == "cpu"
 
 
 def stamps_of(active: Tensor | None, weight: Tensor, *, sharded: bool) -> Stamps | None:

@@ -55,6 +55,9 @@ FLAGS_IN_ERRORS = FLAGS | {
     "shards": "--fsdp --gpus",
     "active_dtype": "--active-dtype",
     "offload": "--offload",
+    "cache": "--cache",
+    "host_activations": "--host-activations",
+    "stream": "--stream",
     "moment_dtype": "--moment-dtype",
     "selection": "--selection",
 }
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             dtype=getattr(torch, args.dtype),
             active_dtype=getattr(torch, args.active_dtype or (args.dtype if args.fsdp else "float32")),
             checkpointing=args.checkpointing,
-            offload=args.offload or args.stream or args.masters or args.offload_path is not None,
+            offload=_offloads(args),
             masters=args.masters,
             files=args.offload_path is not None,
             stream=args.stream,
@@ -206,6 +209,15 @@ def _check_gpus(args: argparse.Namespace) -> None:
         raise ValueError("--fsdp divides the model among several devices: add --gpus")
     if args.gpus > 1 and (args.sweep is not None or args.machine):
         raise ValueError("--gpus says how many like devices train one model: leave out --sweep and --machine")
+    if args.gpus > 1 and args.stream:
+        raise ValueError("--stream plans one device: leave out --gpus (unlike devices: several --machine)")
+    if args.host is not None and not (_offloads(args) or args.machine):
+        raise ValueError("--host is the memory that --offload and --stream take: add one of them")
+
+
+def _offloads(args: argparse.Namespace) -> bool:
+    """Whether the state lies on the host: other flags ask for that, too."""
+    return args.offload or args.stream or args.masters or args.offload_path is not None
 
 
 def _uneven(args: argparse.Namespace, model: Architecture, setting: Setting) -> str:

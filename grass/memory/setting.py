@@ -103,7 +103,8 @@ class Setting:
         if self.shards > 1:
             self._check_shards()
         if not self.stream and (self.cache or self.host_activations):
-            raise ValueError("Invalid cache or host_activations: only with stream=True")
+            given = f"cache={self.cache} or host_activations={self.host_activations}"
+            raise ValueError(f"Invalid {given}: only with stream=True")
 
     def _check_shards(self) -> None:
         """Raise ``ValueError`` for what FSDP2 does not take, or what has no plan there."""
@@ -114,7 +115,8 @@ class Setting:
             ("selection", "uniform" if self.gathers_sketch else self.selection),
         ):
             if getattr(self, name) != allowed:
-                raise ValueError(f"Invalid {name}={getattr(self, name)} with shards={self.shards}: must be {allowed}")
+                given = f"{name}={getattr(self, name)} with shards={self.shards}"
+                raise ValueError(f"Invalid {given}: only {allowed} is planned")
 
     def has_master(self, elements: int) -> bool:
         """Whether a parameter of this size that is stepped whole has a float32 master: small ones, and with masters."""

@@ -105,8 +105,17 @@ def step_device(p: Tensor, group: dict[str, Any]) -> torch.device | str:
 
 
 def begin_plain(group: dict[str, Any], member: Member) -> None:
-    """Make the state of a parameter at full rank, if it has none."""
+    """Make the state of a parameter at full rank, if it has none.
+
+    Raises:
+        RuntimeError: the parameter has another shape than its state: kernels would read past the end of the moments.
+    """
     p, state = member.parameter, member.state
+    if state and state["exp_avg"].shape != p.shape:
+        raise RuntimeError(
+            f"A parameter of {tuple(p.shape)} has moments of {tuple(state['exp_avg'].shape)}: it was resized after its "
+            "first step, as by resize_token_embeddings(). Build the optimizer after that"
+        )
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=step_device(p, group))
         for key in ("exp_avg", "exp_avg_sq"):

@@ -61,6 +61,61 @@ def test_conversion_after_the_optimizer_was_built(make) -> None:
     train(model, optimizer, batches(1))
 
 
+def test_groups_by_the_ending_of_names() -> None:
+    """Active rows of one layer alone, and the frozen weight of another."""
+    model = Network()
+    grass.compact(model, rank=3, explore=0)
+    chosen = [p for name, p in model.named_parameters() if name in ("up.active", "mix.weight")]
+    refused(model, GrassAdamW(chosen), r"frozen weight of 'mix'.*requires_grad")
+
+
+def test_a_weight_that_was_tied_after_the_conversion() -> None:
+    """The embedding would be frozen, and of the tied weight only some columns would move."""
+    model = nn.ModuleDict({"embed": nn.Embedding(30, 8), "project": nn.Linear(8, 30)})
+    grass.compact(model, rank=2)
+    model.project.weight = model.embed.weight
+    with pytest.raises(ValueError, match=r"'project' is also 'embed.weight': tie weights before grass.compact"):
+        GrassAdamW(model)
+    two = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    grass.compact(two, rank=2)
+    two.b.weight = two.a.weight
+    with pytest.raises(ValueError, match="is also"):
+        GrassAdamW(two)
+
+
+def test_another_dtype_of_a_converted_model() -> None:
+    model = Network(torch.bfloat16)
+    grass.compact(model, rank=3)
+    grass.compact(model, rank=3, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"dtype=torch.bfloat16.*not .*dtype=torch.float32.*expand"):
+        grass.compact(model, rank=3, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", [GrassAdamW, torch.optim.AdamW])
+def test_weight_decay_that_no_active_rows_have(kind, caplog: pytest.LogCaptureFixture) -> None:
+    model = Network()
+    grass.compact(model, rank=3)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+    def warnings(decaying: list[str]) -> list[str]:
+        caplog.clear()
+        groups = [
+            {"params": [p for name, p in trained if (name in decaying) == decays], "weight_decay": 0.1 * decays}
+            for decays in (True, False)
+        ]
+        optimizer = kind([group for group in groups if group["params"]])
+        if kind is torch.optim.AdamW:
+            grass.attach(optimizer, model)
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    names = [name for name, _ in trained]
+    (message,) = warnings([name for name in names if name.endswith("weight")])
+    assert "weight_decay=0.1 is for none of the active rows" in message
+    assert not warnings([name for name in names if name.endswith("active")])
+    assert not warnings(["up.active"])
+    assert not warnings([])
+
+
 def test_part_of_the_model_converted_after_the_optimizer_was_built() -> None:
     model = Network()
     grass.compact(model, rank=3, explore=0, targets=["up"])
@@ -220,7 +275,7 @@ def test_state_of_another_number_of_explored_rows() -> None:
     train(model, optimizer, batches(1))
     other, other_optimizer = converted()
     before = copy.deepcopy(other)
-    with pytest.raises(ValueError, match=r"explore=2 for a layer with explore=0"):
+    with pytest.raises(ValueError, match=r"explore=2 for 'up' with explore=0"):
         other_optimizer.load_state_dict(optimizer.state_dict())
     assert_same_weights(other, before)
 
@@ -240,7 +295,7 @@ def test_state_of_another_rank() -> None:
     train(model, optimizer, batches(2))
     other, other_optimizer = converted(rank=2)
     before = copy.deepcopy(other)
-    with pytest.raises(ValueError, match=r"rank=3, dim=1 for a layer with rank=2"):
+    with pytest.raises(ValueError, match=r"rank=3, dim=1 for 'up' with rank=2"):
         other_optimizer.load_state_dict(optimizer.state_dict())
     assert_same_weights(other, before)
     assert not other_optimizer.state

@@ -218,6 +218,30 @@ def test_state_dict_holds_changed_rows() -> None:
     assert (weight[:, model.up.chosen] == 3.0).all()
 
 
+@pytest.mark.parametrize("late", [0, 30])
+@pytest.mark.parametrize("way", ["load", "add", "restore"])
+def test_a_change_of_weights_through_data_stays(way: str, late: int) -> None:
+    """Also long after the first forwards, and whether a forward comes before the next step or not."""
+    model = network()
+    optimizer = GrassAdamW(model, lr=1e-3, weight_decay=0.0)
+    data = batches(late + 2, dtype=torch.float64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    train(model, optimizer, data[:late])
+    loss_of(model, data[late]).backward()
+    for name, layer in compact_layers(model).items():
+        match way:
+            case "load":
+                layer.weight.data.copy_(torch.full_like(layer.weight, 0.5))
+            case "add":
+                layer.weight.data += 0.5
+            case "restore":
+                layer.weight.data.copy_(before[f"{name}.weight"] + 1.0)
+    changed = {name: layer.weight.detach().clone() for name, layer in compact_layers(model).items()}
+    optimizer.step()
+    for name, weight in changed.items():
+        assert (model.state_dict()[f"{name}.weight"] - weight).abs().max() < 0.1
+
+
 def test_a_step_without_changes_from_outside_copies_nothing(monkeypatch) -> None:
     model = network()
     optimizer = GrassAdamW(model, lr=1e-2)

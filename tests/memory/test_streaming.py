@@ -129,7 +129,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     small = ("Grass", "Grass int8", "LoRA", "QLoRA")
     assert fitting.split()[-len(METHODS) :] == ["yes" if method in small else "no" for method in METHODS]
     for wrong, words in (
-        (["--model", "60m", "--cache", "1GB"], "only with stream=True"),
+        (["--model", "60m", "--cache", "1GB"], "only with --stream=True"),
         (["--model", "60m", "--stream", "--no-checkpointing"], "needs offload and checkpointing"),
     ):
         with pytest.raises(SystemExit):
