@@ -18,6 +18,7 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import NEW, arm
 from grass.compact_mode.registry import Owner, by_active_rows, layers_of
+from grass.compact_mode.synced_rows import looks_always
 from grass.coverage import report_decay, report_rank, report_scale
 from grass.health import Health
 from grass.lost_updates import LostUpdates
@@ -307,7 +308,7 @@ class GrassAdamW(Optimizer):
         self._reads.check()
         for layer in whole.layers.values():
             Owner.check(layer, self)
-            layer.follow()
+            layer.follow(probe=looks_always(layer))
         if self.offload is None or not self.offload.options.masters:
             self._lost.count(self.param_groups, whole.layers)
         self._advance(whole)

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from grass.compact_mode.active_rows import ActiveRows
 from grass.compact_mode.linear_function import CompactLinearFunction, saved_columns
-from grass.compact_mode.synced_rows import Listener, Stamps, SyncedRows, counted, stamps_of
+from grass.compact_mode.synced_rows import Listener, Stamps, SyncedRows, counted, looks_always, stamps_of
 from grass.compact_mode.weight_storage import WeightStorage
 from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel, local
 from grass.selection.projector import Projector
@@ -255,7 +255,7 @@ class CompactLayer(ActiveRows):
         """Make values ready to be saved or copied."""
         for listener in self.listeners:
             listener.before_saving()
-        self.sync()
+        self.sync(probe=looks_always(self))
 
     def before_loading(self) -> None:
         """Make values ready to be replaced."""
@@ -281,9 +281,10 @@ class CompactLayer(ActiveRows):
             weight.requires_grad_(False)
 
     def train(self, mode: bool = True) -> CompactLayer:
-        """Also looks for changes through ``.data``, which tensor versions do not show."""
+        """Also looks for changes through ``.data``, which tensor versions do not show, and once more in a forward."""
         if mode != self.training:
             self.follow(compare=True)
+            self.synced.look_once()
         super().train(mode)
         return self
 

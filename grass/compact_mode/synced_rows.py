@@ -2,9 +2,10 @@
 
 Forward computes with the weight, the optimizer steps ``active``. A step writes the active rows back. Code outside of
 Grass may change either of them: model averaging, clipping of weights, ``p.data -= ...``. PyTorch counts most changes in
-the tensor's version, so comparing versions is enough. A change through ``.data`` has no version: forwards and steps
-look for it by value in the first active row, on other devices than the CPU only the first forwards, because the device
-is waited for. Switches between ``train()`` and ``eval()`` compare all active rows.
+the tensor's version, so comparing versions is enough. A change through ``.data`` has no version. Steps and forwards
+with gradients look for it by value in the first active row, on other devices than the CPU only the first forwards,
+because the device is waited for. Switches between ``train()`` and ``eval()`` compare all active rows, and the next
+forward looks once more.
 
 What is built on compact mode hears of uses and changes of a layer's values as a :class:`Listener`.
 """
@@ -125,6 +126,7 @@ class SyncedRows:
     def __init__(self) -> None:
         self.late = self.sharded = self.empty = False
         self.agreed: Stamps | None = None
+        self._once = False  # whether the next forward looks for changes through .data, also without gradients
         self._pending = False  # whether what was agreed is still to be written into the weight
         self._probes = PROBES
         self._first: Tensor | None = None  # the first active row when both agreed, as long as probes look at it
@@ -190,6 +192,10 @@ class SyncedRows:
         self.empty = self.empty and layer.rows().is_meta
         self._remember(layer)
 
+    def look_once(self) -> None:
+        """Let the next forward look for changes through ``.data``, as when averages are put in to evaluate them."""
+        self._once = True
+
     def _weight_changed(self, layer: CompactLayer, now: Stamps) -> bool:
         """Whether it was the weight that changed since both agreed, or the active rows have never had its values."""
         if self.agreed is None or self.empty or self.agreed[1] != now[1]:
@@ -227,8 +233,9 @@ class SyncedRows:
 
     def _changed_unseen(self, layer: CompactLayer, probe: bool) -> bool:
         """Whether the values differ though versions show no change, as after ``p.data -= p.grad``."""
-        if not looks_always(layer):
-            if not probe or self._probes == 0:
+        once, self._once = self._once, False
+        if not once:
+            if not probe or (self._probes == 0 and not looks_always(layer)):
                 return False
             if self._probes > 0:
                 self._probes -= 1

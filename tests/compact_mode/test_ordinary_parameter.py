@@ -242,6 +242,18 @@ def test_a_change_of_weights_through_data_stays(way: str, late: int) -> None:
         assert (model.state_dict()[f"{name}.weight"] - weight).abs().max() < 0.1
 
 
+def test_rows_that_evaluation_puts_in_through_data_are_used(caplog: pytest.LogCaptureFixture) -> None:
+    """As averages by hand are: after ``eval()``, without gradients, long after the first forwards."""
+    model = network()
+    train(model, GrassAdamW(model, lr=1e-3), batches(20, dtype=torch.float64))
+    model.eval()
+    for layer in compact_layers(model).values():
+        layer.active.data.copy_(2 * layer.active)
+    with torch.no_grad():
+        assert_forward_uses_active(model)
+    assert sum("through .data" in record.getMessage() for record in caplog.records) == 3
+
+
 def test_a_step_without_changes_from_outside_copies_nothing(monkeypatch) -> None:
     model = network()
     optimizer = GrassAdamW(model, lr=1e-2)
