@@ -131,7 +131,8 @@ def argument_parser() -> ArgumentParser:
     parser = ArgumentParser(__doc__, prog="grass-memory")
     add = parser.add_argument
     add("--model", required=True, help="13b, 7b, 1b, ...; or a Hugging Face model, directory or config.json")
-    add("--gpu", type=size, help=f"memory to fit, with a unit: {', '.join(UNITS)}; GB are 10^9 bytes, GiB 2^30")
+    units = f"{', '.join(UNITS)}; GB are 10^9 bytes, GiB 2^30"
+    add("--gpu", type=size, help=f"memory with a unit ({units}), to say what fits it and the largest rank and batch")
     add(
         "--rank", type=number, help="an integer, or a fraction of the dimension; default: 256, or the most there can be"
     )

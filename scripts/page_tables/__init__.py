@@ -52,6 +52,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "frontier": exploring.frontier,
     "width": exploring.width,
     "widest": exploring.widest,
+    "law_fit": exploring.law_fit,
     "law": partial(exploring.law, "270"),
     "law_full": partial(exploring.law, "2150"),
     "starting_rates": exploring.starting_rates,

@@ -106,6 +106,32 @@ def law(steps: str) -> str:
     return table(["hidden size", "r = q", *(f"{rate:.2g}" for rate in rates)], lines)
 
 
+def law_fit() -> str:
+    """The best rates of ``law.csv`` as multiples of AdamW's, and the exponent that fits them, by width and horizon."""
+    groups: dict[tuple[int, int], list[Row]] = {}
+    for row in read("law.csv"):
+        if row["times"]:
+            groups.setdefault((int(row["hidden"]), int(row["steps"])), []).append(row)
+    shares = sorted({float(row["moving"]) for rows in groups.values() for row in rows} - {1.0}, reverse=True)
+    lines = []
+    for (hidden, steps), rows in sorted(groups.items()):
+        of = {float(row["moving"]): row for row in rows}
+        times = [_times(of[share]) if share in of else "" for share in shares]
+        left = [abs(float(row["residual"])) for row in rows if row["residual"]]
+        fitted = [f"{float(rows[0]['exponent']):.2f}", f"{2 ** max(left):.2f}"] if len(left) > 1 else ["", ""]
+        lines.append([str(hidden), f"{steps:,}", _plain(float(of[1.0]["best"])), *times, *fitted])
+    names = [f"r = q = {Fraction(share / 2)} n" for share in shares]
+    return table(["hidden size", "steps", "AdamW's", *names, "exponent", "off by at most a factor"], lines)
+
+
+def _times(row: Row) -> str:
+    """A multiple of AdamW's rate; a bound where the best is the largest or the smallest that was tried."""
+    if row["inside"] == "True":
+        return f"{float(row['times']):.1f}"
+    largest = max(map(float, row["tried"].split()))
+    return f"{'at least' if float(row['best']) >= 0.99 * largest else 'at most'} {float(row['times']):.1f}"
+
+
 def widest() -> str:
     """Every method on the widest model, at the best of its rates of the linear layers: loss, memory and time.
 
@@ -116,13 +142,14 @@ def widest() -> str:
         rates = found.setdefault(method_of_the_widest(row), {})
         values = settings_of(row)
         rates.setdefault((float(values["lr"]), float(values.get("scale", 1))), []).append(row)
-    times = {row["method"]: float(row["step_ms"]) for row in read("speed_wide.csv")}
+    times = {(row["method"], row["rank"]): float(row["step_ms"]) for row in read("speed_wide.csv")}
     lines = []
     for method, rates in sorted(found.items(), key=lambda item: min(map(_of_first_seed, item[1].values()))):
         best = min(rates, key=lambda rate: _of_first_seed(rates[rate]))
         rows = sorted(rates[best], key=lambda row: int(row["seed"]))
         held = (int(rows[0]["state_bytes"]) + int(rows[0]["gradient_bytes"])) / 1e6
-        time = times.get(TIMED.get(method, rows[0]["optimizer"]))
+        timed, rank = TIMED.get(method, (rows[0]["optimizer"], "0.125"))
+        time = times.get((timed, rank))
         lines.append(
             [
                 method,
@@ -131,7 +158,7 @@ def widest() -> str:
                 _plain(best[0] * best[1]),
                 _plain(best[0]),
                 f"{held:.0f} MB",
-                "" if time is None else f"{time / times['adamw']:.2f}",
+                "" if time is None else f"{time / times['adamw', rank]:.2f}",
             ]
         )
     head = ["method", "loss by seed", "rates of linear layers tried", "best", "other rate", "gradients + state"]
@@ -142,8 +169,12 @@ def _of_first_seed(rows: list[Row]) -> float:
     return next((float(row["loss_100"]) for row in rows if row["seed"] == "0"), math.inf)
 
 
-TIMED = {"AdamW, two rates": "adamw", "Grass compact, r = q = 1/8 n": "grass compact"}
-"""Rows of ``speed_wide.csv`` of methods that are not called like their optimizer; others of Grass have none."""
+TIMED = {
+    "AdamW, two rates": ("adamw", "0.125"),
+    "Grass compact, r = q = 1/8 n": ("grass compact", "0.125"),
+    "Grass compact, r = q = 1/16 n": ("grass compact", "0.0625"),
+}
+"""Method and rank in ``speed_wide.csv`` of methods that are not called like their optimizer there."""
 
 
 def method_of_the_widest(row: Row) -> str:

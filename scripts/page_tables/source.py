@@ -24,10 +24,9 @@ ALIASES = {
     "@compact-8": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 rank=0.125 scale=0.25 explore=0.125 compact=True",
     "@wide-two-rates": "task=pretrain & model=28m-wide & settings=lr=0.012 rank=1.0 update_interval=1000000 "
     "scale=0.015625 selection=top_r dim=auto state_policy=reset explore=0",
+    "@wide-16-auto": "task=pretrain & model=28m-wide & "
+    "settings=lr=0.012 rank=0.0625 scale=0.125 explore=0.0625 compact=True",
     "@wide-16": "task=pretrain & model=28m-wide & settings=lr=0.012 rank=0.0625 scale=0.25 explore=0.0625 compact=True",
-    "@wide-8-auto": "task=pretrain & model=28m-wide & "
-    "settings=lr=0.012 rank=0.125 scale=0.0625 explore=0.125 compact=True",
-    "@wide-8": "task=pretrain & model=28m-wide & settings=lr=0.012 rank=0.125 scale=0.125 explore=0.125 compact=True",
     "@galore": f"{PRETRAIN} & optimizer=galore & settings=lr=0.012 update_interval=50",
     "@apollo": f"{PRETRAIN} & optimizer=apollo & settings=lr=0.012 update_interval=50",
     "@bank": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 update_interval=25 scale=0.25 "

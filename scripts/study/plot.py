@@ -22,8 +22,8 @@ from grass.command_line import ArgumentParser
 
 SWEEP, FINAL, WIDE = "learning rate", "final", ("width", "widest")
 """Names of the studies that are drawn as sweeps and as curves."""
-WIDEST, ITS_RANK = "28m-wide", "rank=0.125"
-"""The widest model, and the rank of the compact mode that was timed there."""
+WIDEST, ITS_RANK, ITS_STEPS = "28m-wide", 0.0625, "270"
+"""The widest model, the rank of the compact mode that is drawn, and the horizon."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,15 +41,15 @@ def main(argv: list[str] | None = None) -> None:
     wide = directory / "speed_wide.csv"
     if wide.exists():
         cells = pd.concat([study_rows(grid.study(name), rows) for name in WIDE if name in grid.names])
-        timed = pd.read_csv(wide, index_col="method")
+        timed = pd.read_csv(wide, index_col="method").query("rank == @ITS_RANK")
         plot_curves(best_of_the_widest(cells, timed), timed, args.out / "quality_wide.png")
 
 
 def best_of_the_widest(cells: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame:
     """The runs of each method that was timed on the widest model, at the rates that end lowest."""
-    cells = cells[cells["model"] == WIDEST].reset_index(drop=True)
+    cells = cells[(cells["model"] == WIDEST) & (cells["steps"] == ITS_STEPS)].reset_index(drop=True)
     cells["method"] = [method_name(*row) for row in cells[["optimizer", "settings"]].itertuples(index=False)]
-    other_rank = (cells["method"] == "grass compact") & ~cells["settings"].str.contains(ITS_RANK)
+    other_rank = (cells["method"] == "grass compact") & ~cells["settings"].str.contains(f"rank={ITS_RANK}")
     cells = cells[cells["method"].str.removesuffix(", two rates").isin(speed.index) & ~other_rank]
     means = cells.groupby(["method", "settings"])[CURVE[-1]].mean()
     return cells[cells["settings"].isin({settings for _, settings in means.groupby("method").idxmin()})]

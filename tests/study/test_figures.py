@@ -70,15 +70,16 @@ def test_figures_are_drawn(directory):
 
 def test_the_widest_model_has_the_best_run_of_each_timed_method():
     runs = [
-        ("28m-wide", "rank=1.0 scale=0.5", 1.7),
-        ("28m-wide", "rank=1.0 scale=0.25", 1.6),
-        ("28m-wide", "rank=0.125 compact=True", 1.5),
-        ("28m-wide", "rank=0.25 compact=True", 1.4),
-        ("1m", "rank=0.125 compact=True", 1.3),
-        ("28m-wide", "lr=0.1", 1.2),
+        ("28m-wide", "270", "rank=1.0 scale=0.5", 1.7),
+        ("28m-wide", "270", "rank=1.0 scale=0.25", 1.6),
+        ("28m-wide", "270", "rank=0.0625 compact=True", 1.5),
+        ("28m-wide", "270", "rank=0.25 compact=True", 1.4),
+        ("1m", "270", "rank=0.0625 compact=True", 1.3),
+        ("28m-wide", "540", "rank=0.0625 compact=True", 1.1),
+        ("28m-wide", "270", "lr=0.1", 1.2),
     ]
-    cells = pd.DataFrame(runs, columns=["model", "settings", CURVE[-1]])
-    cells["optimizer"] = ["grass"] * 5 + ["galore"]
+    cells = pd.DataFrame(runs, columns=["model", "steps", "settings", CURVE[-1]])
+    cells["optimizer"] = ["grass"] * 6 + ["galore"]
     speed = pd.DataFrame({"step_ms": [2.0, 1.0]}, index=["adamw", "grass compact"])
     assert set(plot.best_of_the_widest(cells, speed)[CURVE[-1]]) == {1.5, 1.6}
     second = cells.assign(**{CURVE[-1]: cells[CURVE[-1]] + 0.01})
