@@ -54,6 +54,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "widest": exploring.widest,
     "law_fit": exploring.law_fit,
     "law": partial(exploring.law, "270"),
+    "law_short": partial(exploring.law, "540"),
     "law_full": partial(exploring.law, "2150"),
     "starting_rates": exploring.starting_rates,
     "balanced": exploring.balanced,

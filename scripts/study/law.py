@@ -3,7 +3,8 @@
     python scripts/study/law.py     # cells.csv -> law.csv and docs/images/quality_law.png
 
 The best rate is where the parabola through the lowest loss and its two neighbours is lowest, against the logarithm of
-the rate. It is *inside* if the lowest loss is neither that of the smallest rate tried nor that of the largest. Of a
+the rate. It is *inside* if the lowest loss is neither that of the smallest rate tried nor that of the largest. Where
+rates were tried in float32 and under bf16 autocast, the one counts in which the best is inside, or has more rates. Of a
 width and a horizon at which AdamW's best rate is inside, ``times = (n / (r + q)) ** exponent`` is fitted by least
 squares to the logarithms of all that are inside; ``residual`` is what is left, in powers of two.
 """
@@ -31,6 +32,8 @@ from grass.command_line import ArgumentParser
 
 SEED = "0"
 """Rates were swept with it; other seeds ran at the best rate, and differ by more than neighbouring rates do."""
+LEAST = 3
+"""Rates of a curve; fewer say nothing about the best one."""
 WIDTH_AND_HORIZON = ["hidden", "steps"]
 
 
@@ -52,10 +55,11 @@ def best_rates(cells: pd.DataFrame) -> pd.DataFrame:
     swept = pd.DataFrame(_swept(cells))
     rows = []
     for key, losses in swept.groupby([*WIDTH_AND_HORIZON, "moving"]):
-        curve = losses.groupby("rate")["loss"].mean()
-        best, inside = lowest(curve)
-        tried = " ".join(f"{rate:.2g}" for rate in curve.index)
-        rows.append((*key, tried, best, inside, curve.min()))
+        curves = [of.set_index("rate")["loss"].sort_index() for _, of in losses.groupby("precision")]
+        if curves := [curve for curve in curves if len(curve) >= LEAST]:
+            curve = max(curves, key=lambda curve: (lowest(curve)[1], len(curve)))
+            tried = " ".join(f"{rate:.2g}" for rate in curve.index)
+            rows.append((*key, tried, *lowest(curve), curve.min()))
     return pd.DataFrame(rows, columns=[*WIDTH_AND_HORIZON, "moving", "tried", "best", "inside", "loss"])
 
 
@@ -70,6 +74,7 @@ def _swept(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
             yield {
                 "hidden": int(WIDTHS[row["model"]]),
                 "steps": int(row["steps"]),
+                "precision": "bf16" if "autocast" not in values else "float32",
                 "moving": 1.0 if whole else rank + float(values.get("explore", rank)),
                 "rate": RATE * float(values.get("scale", 1)),
                 "loss": row[CURVE[-1]],
@@ -109,11 +114,11 @@ def plot(law: pd.DataFrame, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
     for (hidden, steps), group in law[law["times"].notna()].groupby(WIDTH_AND_HORIZON):
-        more = 1 / group["moving"]
-        (line,) = axes.plot(more, more ** group["exponent"], "-", alpha=0.5)
+        more, exponent = 1 / group["moving"], group["exponent"].iloc[0]
+        (line,) = axes.plot(more, more**exponent, "-", alpha=0.5)
         for inside, fill in ((True, line.get_color()), (False, "none")):
             points = group["inside"] == inside
-            label = f"hidden {hidden}, {steps:,} steps: exponent {group['exponent'].iloc[0]:.2f}" if inside else None
+            label = f"hidden {hidden}, {steps:,} steps: exponent {exponent:.2f}" if inside else None
             axes.plot(more[points], group["times"][points], "o", color=line.get_color(), mfc=fill, label=label)
     axes.axline((1, 1), (2, 2), color="black", ls=":", label='scale="auto": exponent 1')
     axes.set(xscale="log", yscale="log", xlabel="n / (r + q)", ylabel="best rate of projected weights, times AdamW's")

@@ -48,13 +48,15 @@ def test_without_adamw_s_best_rate_there_is_no_multiple():
 
 
 def test_only_cells_of_the_law_count():
-    """Precisions are averaged; other seeds, options, methods and tasks do not count."""
+    """Of two precisions the one with more rates; other seeds, options, methods and tasks do not count."""
     half = "rank=0.125 explore=0.125 compact=True"
     cells = [
         *(cell("1m", f"scale={scale} {ADAMW}", loss) for scale, loss in ((0.5, 3.0), (0.25, 2.0), (0.125, 3.0))),
-        cell("1m", f"scale=1.0 {half}", 2.0),
+        cell("1m", f"scale=1.0 {half}", 1.5),
         cell("1m", f"scale=1.0 {half} autocast=False", 1.0),
         cell("1m", f"scale=0.5 {half}", 1.75),
+        cell("1m", f"scale=0.25 {half}", 1.8),
+        cell("1m", "scale=0.25 rank=0.25 explore=0.25 compact=True", 1.0),  # one rate alone
         cell("1m", f"scale=1.0 {half}", 0.0, seed="1"),
         cell("1m", f"scale=1.0 {half} selection=balanced", 0.0),
         cell("1m", "scale=0.25 rank=0.125 explore=0.125", 0.0),  # dense mode
@@ -62,7 +64,7 @@ def test_only_cells_of_the_law_count():
         cell("1m", f"scale=0.25 {half}", 0.0, task="facts"),
     ]
     best = law.best_rates(pd.DataFrame(cells)).set_index("moving")
-    assert best["tried"].to_dict() == {1.0: "0.0015 0.003 0.006", 0.25: "0.006 0.012"}
+    assert best["tried"].to_dict() == {1.0: "0.0015 0.003 0.006", 0.25: "0.003 0.006 0.012"}
     assert best["inside"].to_dict() == {1.0: True, 0.25: False}
     assert best.loc[0.25, "loss"] == 1.5
 
