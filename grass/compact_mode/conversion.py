@@ -89,7 +89,7 @@ def compact(
     report_rank(rank)
     check_convertible(model)
     check_not_wrapped(model)
-    experts = experts_to_convert(model, targets, exclude, dim, weights)
+    experts = experts_to_convert(model, targets, exclude, dim)
     layers = {
         name: model.get_submodule(name) for name in matched_modules(model, targets, exclude, may_be_none=bool(experts))
     }
@@ -109,14 +109,14 @@ def compact(
     with _undone_on_failure(model, experts.values()):
         for index, (name, layer_ranks) in enumerate(ranks.items()):
             if not isinstance(layers[name], CompactLayer):
-                _become(layers[name], compact_class(layers[name]), weights)
-                _convert(layers[name], name, *layer_ranks, dim, dtype, (seed, index))
+                _become(layers[name], compact_class(layers[name]))
+                _convert(layers[name], name, *layer_ranks, dim, dtype, weights, (seed, index))
         for index, (name, layer_ranks) in enumerate(experts_ranks.items(), len(ranks)):
             rows = experts[name]
             if not is_converted(rows):
                 rows.weight.requires_grad_(False)
                 r, q = (count * rows.experts for count in layer_ranks)
-                _convert(rows, name, r, q, dim, dtype, (seed, index))
+                _convert(rows, name, r, q, dim, dtype, weights, (seed, index))
                 put_beside(model, rows)
     watch_optimizers()
     if calibration is not None:
@@ -307,12 +307,10 @@ def _checked_ranks(
     return resolved, explored
 
 
-def _become(layer: Any, cls: type[CompactLayer] | None, weights: str | None) -> None:
+def _become(layer: Any, cls: type[CompactLayer] | None) -> None:
     """Turn a plain layer into a :class:`CompactLayer`; the module and its weight parameter stay the same objects."""
     layer.weight.requires_grad_(False)
     layer.__class__ = cls
-    if weights == "int8":
-        layer.storage = Int8Storage()
 
 
 def _convert(
@@ -322,9 +320,12 @@ def _convert(
     explored: int,
     dim: int,
     dtype: torch.dtype | None,
+    weights: str | None,
     first_draw: tuple[int, int],
 ) -> None:
     """Choose the first rows of a layer and make them a parameter."""
+    if weights == "int8":
+        layer.storage = Int8Storage()
     matrix = layer.as_matrix(local(layer.weight).detach().contiguous())
     seed, position = first_draw
     layer.label, layer.rank, layer.dim = name, rank, dim

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from grass.compact_mode.experts import ExpertRows
-from grass.compact_mode.int8 import Int8Storage
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.synced_rows import copy_parameters_last
 from grass.compact_mode.transformers_experts import restore, use_active_rows
@@ -19,9 +18,7 @@ from grass.targets import Targets, expert_weights, matched_experts
 logger = logging.getLogger("grass")
 
 
-def experts_to_convert(
-    model: nn.Module, targets: Targets, exclude: Targets, dim: int, weights: str | None
-) -> dict[str, ExpertRows]:
+def experts_to_convert(model: nn.Module, targets: Targets, exclude: Targets, dim: int) -> dict[str, ExpertRows]:
     """The active rows of matched experts by the name of the weight; new ones are not part of the model yet."""
     found = {}
     for name in matched_experts(model, targets, exclude):
@@ -34,8 +31,6 @@ def experts_to_convert(
         if rows is None:
             cls = _class_for(model, name, parameter)
             rows = cls(parameter, dim, expert_weights(module)[weight])
-            if weights == "int8":
-                rows.storage = Int8Storage()
         found[name] = rows
     return found
 

@@ -221,7 +221,7 @@ def test_state_dict_holds_changed_rows() -> None:
 @pytest.mark.parametrize("late", [0, 30])
 @pytest.mark.parametrize("way", ["load", "add", "restore"])
 def test_a_change_of_weights_through_data_stays(way: str, late: int) -> None:
-    """Also long after the first forwards, and whether a forward comes before the next step or not."""
+    """Also long after the first forwards, and where no forward comes before the next step."""
     model = network()
     optimizer = GrassAdamW(model, lr=1e-3, weight_decay=0.0)
     data = batches(late + 2, dtype=torch.float64)
