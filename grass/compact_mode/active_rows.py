@@ -66,6 +66,10 @@ class ActiveRows(nn.Module):
         """The chosen rows of a tensor of the weight's shape, as they are; into ``out`` if given."""
         return projector.gather(self.as_matrix(weight), out=out)
 
+    def take_first(self, weight: Tensor) -> Tensor:
+        """The first chosen row of a tensor of the weight's shape; a view. Where it is is read from the device."""
+        return self.as_matrix(weight).narrow(self.dim, int(self.chosen[0]), 1)
+
     def put(self, weight: Tensor, projector: Projector, rows: Tensor) -> None:
         """Write the chosen rows of a tensor of the weight's shape; the inverse of :meth:`take`."""
         projector.scatter_(self.as_matrix(weight), rows)

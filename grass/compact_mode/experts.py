@@ -97,6 +97,12 @@ class ExpertRows(CompactLayer):
         rows = rows if self.dim == 1 else rows.t()
         return rows if out is None else out.copy_(rows)
 
+    def take_first(self, weight: Tensor) -> Tensor:
+        """As :meth:`ActiveRows.take_first`; a copy unless the weight is stored :attr:`by_rows`."""
+        if self.by_rows:
+            return super().take_first(weight)
+        return self.take(weight, Projector(self.chosen[:1], None, self.dim))
+
     def put(self, weight: Tensor, projector: Projector, rows: Tensor) -> None:
         """As :meth:`ActiveRows.put`."""
         if self.by_rows:

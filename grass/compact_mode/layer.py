@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from grass.compact_mode.active_rows import ActiveRows
 from grass.compact_mode.linear_function import CompactLinearFunction, saved_columns
-from grass.compact_mode.synced_rows import Listener, Stamps, SyncedRows, counted, looks_always, stamps_of
+from grass.compact_mode.synced_rows import Listener, Stamps, SyncedRows, counted, looks_always
 from grass.compact_mode.weight_storage import WeightStorage
 from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel, local
 from grass.selection.projector import Projector
@@ -225,14 +225,25 @@ class CompactLayer(ActiveRows):
             self.sync()
 
     def stamps(self) -> Stamps | None:
-        """What any change of active rows or weight changes; ``None`` for tensors that own no memory here."""
+        """What any change of active rows or weight changes, as PyTorch sees it: of this rank's part if sharded.
+
+        ``None`` for fake tensors, which own no memory here, and where a ``DTensor`` has taken the place of a plain
+        tensor or a plain one that of a ``DTensor``, which is no change of values.
+        """
         active, weight = self._parameters.get("active"), self._parameters.get("weight")
         if weight is None:
             raise RuntimeError(
                 f"The weight of the converted layer {self.label!r} is no longer its parameter: apply weight_norm and "
                 "other parametrizations before grass.compact(), which then leaves the layer at full rank"
             )
-        return stamps_of(active, weight, sharded=self.synced.sharded)
+        if active is None:
+            return None
+        first, second, kind = active, weight, nn.Parameter
+        if self.synced.sharded:
+            first, second, kind = local(active), local(weight), Tensor  # detach() fails in inference mode
+        if type(first) is not kind or type(second) is not kind or first.is_meta or second.is_meta:
+            return None
+        return (id(active), active._version, first.data_ptr()), (id(weight), weight._version, second.data_ptr())
 
     # listeners
 

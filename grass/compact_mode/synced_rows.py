@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import torch
 from torch import Tensor, nn
 
-from grass.parallel.shards import is_sharded, local
+from grass.parallel.shards import is_sharded
 
 if TYPE_CHECKING:
     from grass.compact_mode.layer import CompactLayer
@@ -245,25 +245,6 @@ class SyncedRows:
 def looks_always(layer: CompactLayer) -> bool:
     """Whether it costs next to nothing to compare a row: it lies in host memory, and is not stored as codes."""
     return layer.weights is None and layer.chosen.device.type == "cpu"
-
-
-def stamps_of(active: Tensor | None, weight: Tensor, *, sharded: bool) -> Stamps | None:
-    """Stamps of two parameters, of this rank's part if they are ``sharded``.
-
-    ``None`` for fake tensors, which own no memory here, and where a ``DTensor`` has taken the place of a plain tensor
-    or a plain one that of a ``DTensor``, which is no change of values.
-    """
-    first, second = _stamp(active, sharded), _stamp(weight, sharded)
-    return None if first is None or second is None else (first, second)
-
-
-def _stamp(parameter: Tensor | None, sharded: bool) -> Stamp | None:
-    if parameter is None or is_sharded(parameter) != sharded:
-        return None
-    own = local(parameter) if sharded else parameter  # detach() fails in inference mode
-    if own.is_meta or type(own) is not (Tensor if sharded else nn.Parameter):
-        return None
-    return id(parameter), parameter._version, own.data_ptr()
 
 
 def copy_parameters_last(module: nn.Module) -> None:

@@ -51,8 +51,10 @@ class WeightStorage:
 
     def holds(self, layer: CompactLayer, *, first: bool = False) -> bool:
         """Whether the weight's rows, or the first of them, are what the active rows are written back as."""
-        projector = Projector(layer.chosen[:1], None, layer.dim) if first else layer.active_projector()
-        rows, own = self.gather(layer, projector), layer.first_row() if first else layer.rows()
+        if first:
+            rows, own = layer.take_first(layer.stored()), layer.first_row()
+        else:
+            rows, own = self.gather(layer, layer.active_projector()), layer.rows()
         return same_values(own.to(rows.dtype), rows)
 
     def decay_(self, layer: CompactLayer, factor: float, key: int | None = None) -> None:

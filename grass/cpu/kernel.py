@@ -19,6 +19,7 @@ import struct
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -119,14 +120,16 @@ class Batch:
         own = (None, None) if explored is None or values is None else (explored.grad, explored.values)
         matrices = grad, values, exp_avg, exp_avg_sq, *own
         stepped = [t for t in (*matrices, weight if values is None else None) if t is not None]
-        along = _layout(stepped, self._fused)
-        weight_along = along if weight is None or along is None else _direction([weight], along)
-        if along is None or weight_along is None:
+        along = None if self._fused is False else _direction(stepped)
+        if along is None or not is_wanted(self._fused):
+            return False
+        weight_along = along if weight is None else _direction([weight], along)
+        if weight_along is None:
             return False
         self._weights.append(
             _WEIGHT.pack(
-                *_place(weight, weight_along),
-                *(number for t in matrices for number in _place(t, along)),
+                *_places([weight], weight_along),
+                *_places(matrices, along),
                 indices.data_ptr(),
                 row_steps.data_ptr() if isinstance(row_steps, Tensor) else 0,
                 0 if explored is None else _address(explored.indices),
@@ -164,12 +167,6 @@ def threads() -> int:
     return getattr(_OF_THIS_THREAD, "count", None) or torch.get_num_threads()
 
 
-def _layout(tensors: list[Tensor], fused: bool | None) -> int | None:
-    """As :func:`_direction`; ``None`` also if the kernel is not wanted or cannot be built."""
-    along = None if fused is False else _direction(tensors)
-    return along if along is not None and is_wanted(fused) else None
-
-
 def _direction(tensors: list[Tensor], preferred: int = 0) -> int | None:
     """0 if the rows of all are in one piece, 1 if the columns are; ``None`` if the kernel does not take them.
 
@@ -189,9 +186,12 @@ def _direction(tensors: list[Tensor], preferred: int = 0) -> int | None:
     return None
 
 
-def _place(t: Tensor | None, along: int) -> tuple[int, int]:
-    """The address of a matrix, and how far its rows (``along=1``: its columns) are apart."""
-    return (0, 0) if t is None else (t.data_ptr(), t.stride(along))
+def _places(matrices: Iterable[Tensor | None], along: int) -> list[int]:
+    """The address of each matrix, and how far its rows (``along=1``: its columns) are apart."""
+    places = []
+    for t in matrices:
+        places += (0, 0) if t is None else (t.data_ptr(), t.stride(along))
+    return places
 
 
 def _logs(betas: tuple[float, float]) -> list[float]:

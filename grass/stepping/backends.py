@@ -20,7 +20,7 @@ from grass import kernels
 from grass.cpu import kernel as cpu_kernel
 from grass.kernels.dispatch import runs_triton, wants_triton
 from grass.state.master import is_half
-from grass.stepping.explored import decay_explored, explored_shrink, step_explored
+from grass.stepping.explored import decay_explored, step_explored
 from grass.stepping.group import GroupStep, Numbers
 from grass.stepping.operators import step_by_operators
 from grass.stepping.rows import Rows
@@ -35,7 +35,7 @@ def step_rows(step: GroupStep, every: Iterable[Rows]) -> None:
         explores_here = rows.explored is not None and type(rows.explored.grad) is Tensor  # not sharded
         if _takes_kernel(step, rows, triton):
             _step_by_kernel(step, rows, numbers)
-        elif rows.scale is None and batch.add(_cpu_weight(step, rows, numbers, explores_here)):
+        elif rows.scale is None and batch.add(_cpu_weight(rows, numbers, explores_here)):
             if explores_here:
                 continue
         else:
@@ -50,8 +50,15 @@ def step_rows(step: GroupStep, every: Iterable[Rows]) -> None:
 
 
 def _numbers(step: GroupStep, rows: Rows) -> Numbers:
-    numbers = step.numbers(rows.state, 1.0 if rows.explored is None else rows.explored.auto_scale)
-    return numbers._replace(shrink=1.0) if decays_whole(step, rows) else numbers
+    """The numbers of a step. Explored rows decay for all their turns, with ``decay="all"`` as the selected ones."""
+    explored, options = rows.explored, step.options
+    numbers = step.numbers(rows.state, 1.0 if explored is None else explored.auto_scale)
+    if rows.in_weight and decays_whole(step, rows):
+        return numbers._replace(shrink=1.0)
+    if explored is None:
+        return numbers
+    turns = 1.0 if options.decay == "all" else explored.turns
+    return numbers._replace(explored_shrink=max(0.0, 1 - (1 - numbers.shrink) * turns))
 
 
 def decays_whole(step: GroupStep, rows: Rows) -> bool:
@@ -73,13 +80,12 @@ def _takes_kernel(step: GroupStep, rows: Rows, triton: dict[str, bool]) -> bool:
     return triton[device] and bool(runs_triton("compact_adamw_", values, rows.grad))
 
 
-def _cpu_weight(step: GroupStep, rows: Rows, numbers: Numbers, explores: bool) -> cpu_kernel.Weight:
+def _cpu_weight(rows: Rows, numbers: Numbers, explores: bool) -> cpu_kernel.Weight:
     state, explored = rows.state, rows.explored if explores else None
     exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-    row_steps, step_size, shrink = numbers
     return cpu_kernel.Weight(  # by position, which is faster
-        rows.weight, rows.indices, rows.dim, rows.grad, rows.values, exp_avg, exp_avg_sq, row_steps, step_size, shrink,
-        explored, explored_shrink(step, rows, numbers),
+        rows.weight, rows.indices, rows.dim, rows.grad, rows.values, exp_avg, exp_avg_sq,
+        numbers.row_steps, numbers.step_size, numbers.shrink, explored, numbers.explored_shrink,
     )  # fmt: skip
 
 
@@ -99,6 +105,8 @@ def _step_by_kernel(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
         gather_grad=rows.in_weight,
         key=step.value_key(rows.index, state),
         moment_key=step.key(rows.index, state) if coded or state["exp_avg"].dtype == torch.bfloat16 else None,
-        **numbers._asdict(),
+        row_steps=numbers.row_steps,
+        step_size=numbers.step_size,
+        shrink=numbers.shrink,
         **step.adam,
     )

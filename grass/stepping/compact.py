@@ -23,9 +23,14 @@ Active = tuple[Member, CompactLayer]
 
 def step_active(step: GroupStep, every: list[Active]) -> list[Tensor]:
     """Update active rows, write them back, and select new ones if that is due. Returns these."""
-    begun = _begin(step, [(_of_stratum(member, layer), layer) for member, layer in every])
+    begun = [(m if type(m.grad) is Tensor else _of_stratum(m, layer), layer) for m, layer in every]
+    if fresh := [item for item in begun if not item[0].state]:
+        begun = _begin(step, begun, fresh)
     count([member.state for member, layer in begun if not layer.is_batch])
-    every_rows = [rows for member, layer in begun for rows in _of_experts(_rows(member, layer), layer, member.grad)]
+    every_rows = list[CompactRows]()
+    for member, layer in begun:
+        rows = _rows(member, layer)
+        every_rows += _of_experts(rows, layer, member.grad) if isinstance(layer, ExpertRows) else [rows]
     if step.options.decay == "all":
         for member, layer in begun:
             shrink, key = step.numbers(member.state).shrink, step.value_key(member.position, member.state)
@@ -38,18 +43,17 @@ def step_active(step: GroupStep, every: list[Active]) -> list[Tensor]:
 
 
 def _of_stratum(member: Member, layer: CompactLayer) -> Member:
-    """The part of a parameter that this rank selects rows of; all of it but for layers with strata."""
+    """The part of a sharded parameter that this rank selects rows of."""
     p, grad, state, position = member
     return Member(layer.of_stratum(p), layer.of_stratum(grad), state, layer.place(position))
 
 
-def _begin(step: GroupStep, every: list[Active]) -> list[Active]:
-    """Create state on the first step; skip the update if this is the checkpointer's state-building step."""
-    fresh = [item for item in every if not item[0].state]
+def _begin(step: GroupStep, every: list[Active], fresh: list[Active]) -> list[Active]:
+    """Create state of those without; skip their update if this is the checkpointer's state-building step."""
     exchange = BankExchange.of(step.group, step.ranks)
     for member, layer in fresh:
         adopt(layer, member.state, _policy(step, Trained(layer, member.state, member.position), exchange))
-    if fresh and not step.lr:
+    if not step.lr:
         moves = any(bool(member.grad.any()) for member, _ in fresh)
         if not step.ranks.any(moves, local(fresh[0][0].grad).device):
             return [item for item in every if item[0].state["step"] > 0]
@@ -75,10 +79,8 @@ def _writes(layer: CompactLayer) -> bool:
     return layer.scale() is None and not layer.synced.late
 
 
-def _of_experts(rows: CompactRows, layer: CompactLayer, grad: Tensor) -> list[CompactRows]:
+def _of_experts(rows: CompactRows, layer: ExpertRows, grad: Tensor) -> list[CompactRows]:
     """The rows of each expert that tokens were sent to; call it before the step is counted."""
-    if not isinstance(layer, ExpertRows):
-        return [rows]
     seen = with_tokens(of_each(rows.grad, rows.dim, layer.experts), grad)
     count_step(rows.state, seen, layer.experts)
     return [_of_expert(rows, layer, expert) for expert in seen]

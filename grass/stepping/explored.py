@@ -20,18 +20,9 @@ from grass.stepping.group import GroupStep, Numbers
 from grass.stepping.rows import Rows
 
 
-def explored_shrink(step: GroupStep, rows: Rows, numbers: Numbers) -> float:
-    """What the explored rows of a weight are multiplied by; with ``decay="all"`` as the selected ones."""
-    explored = rows.explored
-    if explored is None:
-        return 1.0
-    turns = 1.0 if step.options.decay == "all" else explored.turns
-    return max(0.0, 1 - (1 - numbers.shrink) * turns)
-
-
 def decay_explored(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
     """Decay the explored rows of a weight before they move."""
-    explored, factor = rows.explored, explored_shrink(step, rows, numbers)
+    explored, factor = rows.explored, numbers.explored_shrink
     if explored is None or factor == 1.0:
         return
     key = step.value_key(rows.index, rows.state)

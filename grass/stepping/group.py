@@ -40,11 +40,13 @@ class Numbers(NamedTuple):
         row_steps: Adam steps of the rows, this one included: a number if they share it, else float ``(r,)``.
         step_size: ``lr scale``; ``lr`` with the warm-up after a refresh.
         shrink: ``1 - lr weight_decay``, with the same ``lr``.
+        explored_shrink: what explored rows are multiplied by.
     """
 
     row_steps: Tensor | int
     step_size: float
     shrink: float
+    explored_shrink: float = 1.0
 
 
 class ScratchPool:

@@ -66,7 +66,7 @@ def _share_layout(*tensors: Tensor) -> bool:
 
 def _step_as_parameters(step: GroupStep, bucket: list[Numbered], *tensors: list[Tensor]) -> None:
     """Step values, given with gradients and moments, as torch steps parameters: in one pass over memory."""
-    _, lr, shrink = bucket[0][1]
+    _, lr, shrink, _ = bucket[0][1]
     before = [numbers.row_steps - 1.0 for _, numbers in bucket]
     ages = torch.tensor(before, dtype=torch.float32, device=tensors[0][0].device)
     values, grads, exp_avgs, exp_avg_sqs = tensors
@@ -80,7 +80,7 @@ def _coefficients(step: GroupStep, bucket: list[Numbered]) -> list[StepCoefficie
     like = bucket[0][0].state["exp_avg"]
     ages = [
         steps if isinstance(steps, Tensor) else like.new_full((count,), steps)
-        for (_, (steps, _, _)), count in zip(bucket, counts, strict=True)
+        for (_, (steps, *_)), count in zip(bucket, counts, strict=True)
     ]
     sizes = torch.tensor([numbers.step_size for _, numbers in bucket], dtype=torch.float64, device="cpu")
     sizes = sizes.repeat_interleave(torch.tensor(counts, device="cpu"), output_size=sum(counts)).to(like)
