@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -238,9 +238,10 @@ class CompactLayer(ActiveRows):
             )
         if active is None:
             return None
-        first, second, kind = active, weight, nn.Parameter
+        kind: type[Tensor] = nn.Parameter
+        first, second = cast("tuple[Tensor, Tensor]", (active, weight))
         if self.synced.sharded:
-            first, second, kind = local(active), local(weight), Tensor  # detach() fails in inference mode
+            kind, first, second = Tensor, local(active), local(weight)  # detach() fails in inference mode
         if type(first) is not kind or type(second) is not kind or first.is_meta or second.is_meta:
             return None
         return (id(active), active._version, first.data_ptr()), (id(weight), weight._version, second.data_ptr())

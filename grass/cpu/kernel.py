@@ -188,7 +188,7 @@ def _direction(tensors: list[Tensor], preferred: int = 0) -> int | None:
 
 def _places(matrices: Iterable[Tensor | None], along: int) -> list[int]:
     """The address of each matrix, and how far its rows (``along=1``: its columns) are apart."""
-    places = []
+    places = list[int]()
     for t in matrices:
         places += (0, 0) if t is None else (t.data_ptr(), t.stride(along))
     return places

@@ -13,9 +13,9 @@ what               does                                                with
 ``HostStorage``    has the memory or the files that state lies in      ``_Ending``: the files go with it
 ``Executor``       runs the tasks of a step, a thread per resource     ``Task``, three for each ``ParameterStep``;
                                                                        ``TaskQueues``; ``Timeline`` simulates them
-``ForwardHooks``   let the next forward wait for what it uses          ``ActiveRowsHook``, ``_Hook``, ``_Nothing``;
+``ForwardHooks``   let the next forward wait for what it uses          ``ActiveRowsHook``, ``_Hook``;
                                                                        ``Awaited``: what they wait for
-``rescue``         saves what it can of a step that has failed         ``Before``, ``Losses``
+``rescue``         saves what it can of a step that has failed         ``Losses``
 =================  ==================================================  ================================================
 
 The link to the device is :class:`grass.machine.link.Link`.

@@ -175,7 +175,7 @@ class _Hook:
     """Waits for parameters. It does not keep the hooks alive. Copying it waits for all; the copy waits for nothing.
 
     Args:
-        hooks: what waits.
+        hooks: what waits; ``None``, as in a copy: nothing.
         number: of the set of parameters.
         before: what the hook comes before: ``"forward"``, ``"saving"`` or ``"loading"``.
         is_block: whether it is the hook of a block.
@@ -184,14 +184,15 @@ class _Hook:
 
     def __init__(
         self,
-        hooks: ForwardHooks,
-        number: int,
+        hooks: ForwardHooks | None = None,
+        number: int = 0,
         before: str = "forward",
         *,
         is_block: bool = False,
         in_graph: bool = False,
     ) -> None:
-        self._hooks, self._number, self._before = weakref.ref(hooks), number, before
+        self._hooks = None if hooks is None else weakref.ref(hooks)
+        self._number, self._before = number, before
         self._is_block, self._in_graph = is_block, in_graph
 
     def __call__(self, *unused: Any, **also_unused: Any) -> None:
@@ -200,18 +201,21 @@ class _Hook:
 
     @torch.compiler.disable(reason="it waits for the host")  # type: ignore[no-untyped-call, untyped-decorator]
     def _wait(self) -> None:
-        if (hooks := self._hooks()) is None:
+        if (hooks := self._waiting()) is None:
             return
         if self._before == "forward":
             hooks.pass_by(self._number, is_block=self._is_block)
         else:
             hooks.settle(self._number, loads=self._before == "loading")
 
-    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         """Modules copy their hooks first (:func:`copy_parameters_last`), so values arrive before they are copied."""
-        if (hooks := self._hooks()) is not None:
+        if (hooks := self._waiting()) is not None:
             hooks.settle(None)
-        return _Nothing, ()
+        return _Hook, ()
+
+    def _waiting(self) -> ForwardHooks | None:
+        return None if self._hooks is None else self._hooks()
 
 
 class ActiveRowsHook(Listener):
@@ -271,12 +275,6 @@ class ActiveRowsHook(Listener):
     def _found(self) -> tuple[Awaited, Tensor] | None:
         awaited, rows = self._awaited(), None if self.rows is None else self.rows()
         return None if awaited is None or rows is None else (awaited, rows)
-
-
-class _Nothing:
-    """The hook of a copied module."""
-
-    def __call__(self, *unused: Any, **also_unused: Any) -> None: ...
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

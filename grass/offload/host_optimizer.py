@@ -32,7 +32,7 @@ from grass.offload.host_copies import HostCopy, InPlace, LayerCopy, MasterCopy
 from grass.offload.host_storage import HostStorage, bytes_on_host, is_on_host, note_step
 from grass.offload.options import Offload
 from grass.offload.progress import Changed, Stage, stamp_of
-from grass.offload.rescue import Before, Losses, forget_steps, rescue
+from grass.offload.rescue import Losses, forget_steps, rescue, restorer
 from grass.offload.tasks import ParameterStep, Task, placement, schedule
 from grass.offload.timeline import save
 from grass.options import Options
@@ -120,13 +120,13 @@ class HostOptimizer:
 
         If this is interrupted, either all of them step, beside the caller, or nothing has happened.
         """
-        before, self.last_tasks, chooses = Before(whole), [], False
+        restore, self.last_tasks, chooses = restorer(whole), [], False
         try:
             unguarded, chooses, host = self._queue(groups, whole)
         except BaseException:
             if not any(map(self._executor.has, self.last_tasks)):
                 self._pending = {}
-                before.restore()
+                restore()
             raise
         self.finish(unguarded)
         if chooses:

@@ -87,20 +87,19 @@ def forget_steps(parameters: Iterable[Tensor]) -> None:
             mark_on_host(p)
 
 
-class Before:
-    """What the preparation of a step takes from the model, for the case that it is interrupted."""
+def restorer(whole: OptimizerStep) -> Callable[[], None]:
+    """Gives back to the model what the preparation of a step takes from it, for the case that it is interrupted."""
+    norms = dict(whole.given_norms)
+    sketches = [(layer, layer.sketch, layer.signs, layer.held_sketch) for layer in whole.layers.values()]
 
-    def __init__(self, whole: OptimizerStep) -> None:
-        self._norms, self._whole = dict(whole.given_norms), whole
-        self._sketches = [(layer, layer.sketch, layer.signs, layer.held_sketch) for layer in whole.layers.values()]
-
-    def restore(self) -> None:
-        """Give it back."""
-        self._whole.given_norms.update(self._norms)
-        forget_steps(self._whole.states)
-        for layer, *sketch in self._sketches:
+    def restore() -> None:
+        whole.given_norms.update(norms)
+        forget_steps(whole.states)
+        for layer, *sketch in sketches:
             layer.sketch, layer.signs, layer.held_sketch = sketch
             layer.mark_synced()  # weight and active rows still agree, whatever their versions say
+
+    return restore
 
 
 def _check(what: str, lost: list[str], fault: str) -> None:

@@ -11,7 +11,7 @@ what                 does                                              with
 ``BlockForward``     computes with a block's tensors on the device     ``StreamedBlock``: the class of such modules
 ``HostGradients``    brings gradients back during backward             ``_Arrive``
 ``HostActivations``  keeps a block's inputs until backward             ``HostActivation``
-``MicroBatches``     takes all micro-batches through one block before  ``_PassOn``, ``_Stopped``, ``_Surroundings``
+``MicroBatches``     takes all micro-batches through one block before
                      the next comes
 ===================  ================================================  ==============================================
 """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grass.device import current_stream, has_streams, on
-from grass.private_names import tree_flatten, tree_unflatten
+from grass.private_names import tree_flatten
 
 Loss = Callable[[Any], Tensor]
 
@@ -39,11 +39,11 @@ class MicroBatches:
         if any(thread.is_alive() for thread in self._waiting):
             raise RuntimeError("loss_fn must not call stream.step itself")
         losses: list[Tensor] = [torch.empty(0, device="cpu")] * len(batches)
-        surroundings = _Surroundings(device)
+        as_here = _surroundings(device)
 
         def work(number: int) -> None:
             try:
-                with surroundings.again():
+                with as_here():
                     self._wait()
                     loss = loss_of(batches[number])
                     _check_loss(loss)
@@ -86,16 +86,19 @@ class MicroBatches:
 
     def at_backward(self, outputs: Any) -> Any:
         """A unit's outputs, whose backward begins with :meth:`pass_on`."""
-        if threading.current_thread() not in self._waiting:
-            return outputs
-        return _first_passes_on(outputs, self)
+        if threading.current_thread() in self._waiting:
+            leaves, _ = tree_flatten(outputs)
+            first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad), None)
+            if first is not None:
+                first.register_hook(lambda grad: self.pass_on())  # type: ignore[no-untyped-call]
+        return outputs
 
     def _wait(self) -> None:
         me = threading.current_thread()
         with self._changed:
             self._changed.wait_for(lambda: self._fault is not None or self._waiting[0] is me)
             if self._fault is not None:
-                raise _Stopped("Another micro-batch has failed")
+                raise RuntimeError("Another micro-batch has failed")
 
     def _leave(self) -> None:
         with self._changed:
@@ -120,52 +123,20 @@ def _check_loss(loss: Any) -> None:
         raise ValueError("loss_fn must return a loss with a gradient: it is detached, or nothing that it reads trains")
 
 
-class _Stopped(RuntimeError):
-    """Ends the thread of a micro-batch."""
-
-
-class _Surroundings:
+def _surroundings(device: torch.device) -> Callable[[], ExitStack]:
     """What a thread takes over from the one that starts it: autocast, the device's stream, one thread for backward."""
+    kinds = {device.type, "cpu"}
+    autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+    stream = current_stream(device) if has_streams(device) else None
 
-    def __init__(self, device: torch.device) -> None:
-        self._autocast = {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
-        }
-        self._stream = current_stream(device) if has_streams(device) else None
-
-    def again(self) -> ExitStack:
-        """The same in another thread."""
+    def again() -> ExitStack:
         stack = ExitStack()
-        if self._stream is not None:
-            stack.enter_context(on(self._stream))
-        for kind, (enabled, dtype) in self._autocast.items():
+        if stream is not None:
+            stack.enter_context(on(stream))
+        for kind, (enabled, dtype) in autocast.items():
             stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
         # backward of a GPU's nodes runs in this thread, which may wait, and not in one that all share
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         return stack
 
-
-def _first_passes_on(outputs: Any, micro_batches: MicroBatches) -> Any:
-    """The outputs, the first of which that has a gradient passes the turn on in backward."""
-    leaves, tree = tree_flatten(outputs)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaves[i] = _PassOn.apply(leaf, micro_batches)  # type: ignore[no-untyped-call]
-            break
-    return tree_unflatten(leaves, tree)
-
-
-class _PassOn(torch.autograd.Function):
-    """The same values; backward waits for its turn."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, micro_batches: MicroBatches) -> Tensor:
-        """The values."""
-        ctx.micro_batches = micro_batches
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Pass the turn on, then the gradient."""
-        ctx.micro_batches.pass_on()
-        return grad, None
+    return again
