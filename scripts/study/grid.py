@@ -28,7 +28,7 @@ CURVE_POINTS = 10
 NOT_SETTINGS = frozenset({"name", "seed"})
 """Fields of an :class:`OptimizerConfig` that have a column of their own in the results."""
 
-OF_THE_CELL = ("clip", "autocast", "adapter", "adapter_rank", "only_projected")
+OF_THE_CELL = ("clip", "autocast", "final_lr", "adapter", "adapter_rank", "only_projected")
 """Settings of a :class:`Cell` itself; methods and studies may have them too."""
 
 BASE_MODEL = "1m"
@@ -82,6 +82,7 @@ class Cell:
         optimizer: and its hyperparameters; its own ``seed`` is that of the cell.
         clip: largest norm of the gradient; 0 does not clip.
         autocast: compute in bfloat16, in pretraining. ``False`` suits CPUs without instructions for it.
+        final_lr: in pretraining, learning rate of the last step, as a share of the peak.
         adapter: in finetuning, one of :data:`training.finetune.run.ADAPTERS`, which AdamW trains.
         adapter_rank: its rank.
         only_projected: in finetuning, embeddings, norms and head are frozen. With an adapter, ``False`` trains them.
@@ -94,6 +95,7 @@ class Cell:
     optimizer: OptimizerConfig
     clip: float = 1.0
     autocast: bool = True
+    final_lr: float = 0.1
     adapter: str | None = None
     adapter_rank: int | None = None
     only_projected: bool = False
@@ -109,8 +111,9 @@ class Cell:
             raise ValueError(f"Invalid steps={self.steps}: must be a positive multiple of {CURVE_POINTS}")
         if self.clip < 0:
             raise ValueError(f"Invalid clip={self.clip}: must be >= 0, where 0 does not clip")
-        if self.task != "pretrain" and not self.autocast:
-            raise ValueError(f"Invalid autocast={self.autocast} for task={self.task}: only pretraining can do without")
+        for name in ("autocast", "final_lr"):
+            if self.task != "pretrain" and (value := getattr(self, name)) != getattr(Cell, name):
+                raise ValueError(f"Invalid {name}={value} for task={self.task}: only pretraining takes it")
         self._check_finetuning()
         if self.seed != self.optimizer.seed:
             raise ValueError(f"Invalid seed={self.optimizer.seed} of the optimizer in a cell with seed={self.seed}")

@@ -34,6 +34,7 @@ def pretrain(cell: Cell, data_config: DataConfig) -> dict[str, Any] | None:
             steps=cell.steps,
             warmup=interval,
             clip=cell.clip,
+            final_lr=cell.final_lr,
             autocast=cell.autocast,
             eval_every=interval,
             log_every=interval,

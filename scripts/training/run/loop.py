@@ -48,7 +48,8 @@ class TrainConfig:
     Attributes:
         out: directory of the run: logs and checkpoints.
         steps: optimizer steps.
-        warmup: steps of linear warm-up; a cosine to a tenth of the peak learning rate follows.
+        warmup: steps of linear warm-up; a cosine to the final learning rate follows.
+        final_lr: learning rate of the last step, as a share of the peak.
         accumulate: batches per step.
         deal: sequences of each process in a batch, or ``("auto",)``, which measures how to divide the sequences of a
             step; empty for equal parts.
@@ -64,6 +65,7 @@ class TrainConfig:
     out: Path
     steps: int = 1000
     warmup: int = 100
+    final_lr: float = 0.1
     accumulate: int = 1
     deal: Sequence[int | str] = ()
     clip: float = 1.0
@@ -84,6 +86,8 @@ class TrainConfig:
             raise ValueError(f"Invalid accumulate={self.accumulate}: must be 1 with step_in_backward=True")
         if not 0 <= self.warmup < self.steps:
             raise ValueError(f"Invalid warmup={self.warmup}: must be in [0, steps={self.steps})")
+        if not 0 <= self.final_lr <= 1:
+            raise ValueError(f"Invalid final_lr={self.final_lr}: must be in [0, 1], a share of the peak")
 
 
 class Result(NamedTuple):
@@ -135,7 +139,7 @@ class Trainer:
         self.deal = divided(self.config, self.data.train, self.processes, self.parallel, self.optimizer, self._work)
         self.in_backward = self._step_in_backward() if self.config.step_in_backward else None
         self.scheduler = get_cosine_with_min_lr_schedule_with_warmup(
-            self.optimizer, self.config.warmup, self.config.steps, min_lr_rate=0.1
+            self.optimizer, self.config.warmup, self.config.steps, min_lr_rate=self.config.final_lr
         )
 
     @property
