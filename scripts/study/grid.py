@@ -28,7 +28,7 @@ CURVE_POINTS = 10
 NOT_SETTINGS = frozenset({"name", "seed"})
 """Fields of an :class:`OptimizerConfig` that have a column of their own in the results."""
 
-OF_THE_CELL = ("clip", "autocast", "final_lr", "adapter", "adapter_rank", "only_projected")
+OF_THE_CELL = ("clip", "autocast", "final_lr", "batch_size", "adapter", "adapter_rank", "only_projected")
 """Settings of a :class:`Cell` itself; methods and studies may have them too."""
 
 BASE_MODEL = "1m"
@@ -83,6 +83,7 @@ class Cell:
         clip: largest norm of the gradient; 0 does not clip.
         autocast: compute in bfloat16, in pretraining. ``False`` suits CPUs without instructions for it.
         final_lr: in pretraining, learning rate of the last step, as a share of the peak.
+        batch_size: in pretraining, sequences of a step; ``None``: the grid's.
         adapter: in finetuning, one of :data:`training.finetune.run.ADAPTERS`, which AdamW trains.
         adapter_rank: its rank.
         only_projected: in finetuning, embeddings, norms and head are frozen. With an adapter, ``False`` trains them.
@@ -96,6 +97,7 @@ class Cell:
     clip: float = 1.0
     autocast: bool = True
     final_lr: float = 0.1
+    batch_size: int | None = None
     adapter: str | None = None
     adapter_rank: int | None = None
     only_projected: bool = False
@@ -111,7 +113,7 @@ class Cell:
             raise ValueError(f"Invalid steps={self.steps}: must be a positive multiple of {CURVE_POINTS}")
         if self.clip < 0:
             raise ValueError(f"Invalid clip={self.clip}: must be >= 0, where 0 does not clip")
-        for name in ("autocast", "final_lr"):
+        for name in ("autocast", "final_lr", "batch_size"):
             if self.task != "pretrain" and (value := getattr(self, name)) != getattr(Cell, name):
                 raise ValueError(f"Invalid {name}={value} for task={self.task}: only pretraining takes it")
         self._check_finetuning()

@@ -24,7 +24,7 @@ from training.run.optimizers import build_optimizer
 
 def pretrain(cell: Cell, data_config: DataConfig) -> dict[str, Any] | None:
     """Train; the values of the cell's row, or ``None`` if a signal stopped it before the last step."""
-    data = load_data(replace(data_config, seed=cell.seed))
+    data = load_data(replace(data_config, seed=cell.seed, batch_size=cell.batch_size or data_config.batch_size))
     config = llama_config(cell.model, vocab_size=data.vocab_size, max_seq_len=data_config.seq_len)
     model = build_llama(config, seed=cell.seed)
     interval = cell.steps // CURVE_POINTS

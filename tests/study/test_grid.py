@@ -102,20 +102,24 @@ def test_adapters_that_cannot_be(settings, message):
         Cell(**{"task": "facts", "model": "1m", "steps": 10, "seed": 0, "optimizer": optimizer, **settings})
 
 
-def test_clip_is_a_setting_of_the_cell(grid_file):
-    grid_file.write_text(grid_file.read_text().replace("set: {lr: 0.01}", "set: {lr: 0.01}, vary: {clip: [1, 0.5]}"))
-    unchanged, clipped = load_grid(grid_file).study("again").cells
-    assert unchanged.settings == "lr=0.01 rank=0.125 update_interval=3"
-    assert clipped.settings == f"{unchanged.settings} clip=0.5"
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("clip", "1, 0.5"), ("autocast", "true, false"), ("final_lr", "0.1, 0.5"), ("batch_size", "null, 2")],
+)
+def test_a_setting_of_the_cell_is_named_where_it_is_not_the_default(grid_file, name, values):
+    varied = f"set: {{lr: 0.01}}, vary: {{{name}: [{values}]}}"
+    grid_file.write_text(grid_file.read_text().replace("set: {lr: 0.01}", varied))
+    usual, changed = load_grid(grid_file).study("again").cells
+    assert usual.settings == "lr=0.01 rank=0.125 update_interval=3"
+    assert getattr(usual, name) == getattr(Cell, name)
+    assert changed.settings == f"{usual.settings} {name}={getattr(changed, name)}"
 
 
-def test_precision_is_a_setting_of_the_cell(grid_file):
-    grid_file.write_text(
-        grid_file.read_text().replace("set: {lr: 0.01}", "set: {lr: 0.01}, vary: {autocast: [true, false]}")
-    )
-    usual, single = load_grid(grid_file).study("again").cells
-    assert (usual.autocast, single.autocast) == (True, False)
-    assert single.settings == f"{usual.settings} autocast=False"
+def test_what_only_pretraining_takes_is_refused_elsewhere(grid_file):
+    classify = "task: classify, set: {final_lr: 0}"
+    grid_file.write_text(grid_file.read_text().replace("task: classify", classify))
+    with pytest.raises(ValueError, match="Invalid final_lr=0 for task=classify: only pretraining takes it"):
+        load_grid(grid_file)
 
 
 def test_exponents_are_numbers(grid_file):

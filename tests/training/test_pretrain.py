@@ -47,6 +47,11 @@ def test_learning_rate_warms_up_and_decays(tmp_path):
     assert 0.05 < log["lr"].iloc[-1] < 0.08
 
 
+def test_learning_rate_ends_where_it_was_asked_to(tmp_path):
+    log = pretrain(tmp_path, "--lr", "0.5", "--steps", "10", "--final-lr", "0", "--optimizer", "adamw")
+    assert 0 < log["lr"].iloc[-1] < 0.03
+
+
 def test_accumulated_batches_equal_one_large_batch(tmp_path):
     large = pretrain(tmp_path / "large", "--optimizer", "adamw", "--batch-size", "4")
     small = pretrain(tmp_path / "small", "--optimizer", "adamw", "--batch-size", "2", "--accumulate", "2")
@@ -178,6 +183,7 @@ def test_peers_cannot_be_resumed_and_say_so(tmp_path, optimizer, capsys):
     [
         (["--steps", "0"], "steps=0: must be >= 1"),
         (["--warmup", "6"], "warmup=6: must be in [0, steps=6)"),
+        (["--final-lr", "2"], "final_lr=2.0: must be in [0, 1], a share of the peak"),
         (["--accumulate", "0"], "accumulate=0: must be >= 1"),
         (["--clip", "-1"], "clip=-1.0: must be >= 0"),
         (["--step-in-backward", "--accumulate", "2"], "accumulate=2: must be 1 with step_in_backward=True"),
