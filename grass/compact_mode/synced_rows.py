@@ -3,9 +3,9 @@
 Forward computes with the weight, the optimizer steps ``active``. A step writes the active rows back. Code outside of
 Grass may change either of them: model averaging, clipping of weights, ``p.data -= ...``. PyTorch counts most changes in
 the tensor's version, so comparing versions is enough. A change through ``.data`` has no version. Steps and forwards
-with gradients look for it by value in the first active row, on other devices than the CPU only the first forwards,
-because the device is waited for. Switches between ``train()`` and ``eval()`` compare all active rows, and the next
-forward looks once more.
+with gradients look for it by value in the first active row. On other devices than the CPU only the first forwards look,
+and one after each selection, because the device is waited for. Switches between ``train()`` and ``eval()`` compare all
+active rows, and the next forward looks once more.
 
 What is built on compact mode hears of uses and changes of a layer's values as a :class:`Listener`.
 """
@@ -126,9 +126,12 @@ class SyncedRows:
     def __init__(self) -> None:
         self.late = self.sharded = self.empty = False
         self.agreed: Stamps | None = None
+        self._selections = 0  # of the layer when both agreed
+        self._looks_next = False  # whether rows were selected then, and the next step is the first to move them
         self._once = False  # whether the next forward looks for changes through .data, also without gradients
         self._pending = False  # whether what was agreed is still to be written into the weight
         self._probes = PROBES
+        self._told: set[str] = set()
         self._first: Tensor | None = None  # the first active row when both agreed, as long as probes look at it
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,6 +190,9 @@ class SyncedRows:
 
     def mark(self, layer: CompactLayer) -> None:
         """Note that weight and active rows agree, or will when they are written back."""
+        if self._looks_next:
+            self.look_once()
+        self._looks_next, self._selections = layer.selections != self._selections, layer.selections
         self.sharded = is_sharded(layer.weight)
         self.agreed, self._pending = layer.stamps(), self.late
         self.empty = self.empty and layer.rows().is_meta
@@ -204,18 +210,24 @@ class SyncedRows:
             return False
         self._probes = ALWAYS
         if self._first is not None and same_values(self._first, layer.first_row()):
-            logger.warning("Grass: the weight of %r was changed through .data; its active rows follow", layer.label)
+            self._tell("Grass: the weight of %r was changed through .data; its active rows follow", layer.label)
             return True
-        logger.warning(
+        self._tell(
             "Grass: %r was changed through .data; its active rows are copied to the weight. If an average of "
             "parameters was put in, it is wrong: average by grass.AveragedModel",
             layer.label,
         )
         return False
 
+    def _tell(self, what: str, label: str) -> None:
+        """Warn once of each kind of change: loops may make it in every step."""
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning(what, label)
+
     def _remember(self, layer: CompactLayer) -> None:
         """Keep the first active row while forwards look for changes through ``.data``."""
-        looks = (self._probes or looks_always(layer)) and self.agreed is not None and not self.sharded
+        looks = (self._probes or self._once or looks_always(layer)) and self.agreed is not None and not self.sharded
         self._first = layer.first_row().clone() if looks else None
 
     def _write_pending(self, layer: CompactLayer) -> None:

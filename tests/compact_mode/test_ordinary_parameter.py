@@ -10,7 +10,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import grass
+import grass.optimizer as grass_optimizer
 from grass import GrassAdamW
+from grass.compact_mode import layer as compact_layer
+from grass.compact_mode import synced_rows
 from tests.compact_mode.networks import Network, batches, compact_layers, loss_of, plain_copy, train
 
 BATCH = batches(1, dtype=torch.float64)[0]
@@ -252,6 +255,25 @@ def test_rows_that_evaluation_puts_in_through_data_are_used(caplog: pytest.LogCa
     with torch.no_grad():
         assert_forward_uses_active(model)
     assert sum("through .data" in record.getMessage() for record in caplog.records) == 3
+
+
+@pytest.mark.parametrize("recurs", [True, False])
+def test_where_looking_takes_time_changes_through_data_are_found_after_a_selection(
+    recurs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a clamp of weights after every step is, which on a GPU begins long after the first forwards."""
+    for module in (synced_rows, compact_layer, grass_optimizer):
+        monkeypatch.setattr(module, "looks_always", lambda layer: False)
+    model = network()
+    optimizer = GrassAdamW(model, lr=1e-3, update_interval=20)
+    for step, batch in enumerate(batches(30, dtype=torch.float64)):
+        train(model, optimizer, [batch])
+        if 9 < step and (recurs or step == 12):
+            for layer in compact_layers(model).values():
+                layer.weight.data.copy_(torch.full_like(layer.weight, 0.5))
+    told = {record.args for record in caplog.records if "through .data; its active rows follow" in record.getMessage()}
+    assert len(told) == (3 if recurs else 0)
+    assert all((layer.active - 0.5).abs().max() < 0.1 for layer in compact_layers(model).values()) is recurs
 
 
 def test_a_step_without_changes_from_outside_copies_nothing(monkeypatch) -> None:
