@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from grass.compact_mode.conversion import frozen_parameters
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.unconvertible import adapters
 from grass.optimizer import GrassAdamW, NamedByModel
@@ -70,7 +71,9 @@ def param_groups(
         )
     names = [name if name in experts else name.removesuffix("weight").removesuffix(".") for name, _ in group["params"]]
     report_coverage(model, "projects", names)
-    return _split_by_decay([group, rest] if rest["params"] else [group], no_decay)
+    groups = _split_by_decay([group, rest] if rest["params"] else [group], no_decay)
+    groups[0]["params"].frozen = frozen_parameters(model)
+    return groups
 
 
 def _split_by_decay(groups: list[dict[str, Any]], no_decay: Targets) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,11 +22,16 @@ SOON = 2
 
 
 class Health:
-    """Warns once about weights without a gradient for a whole interval, and about overdue refreshes."""
+    """Warns once about weights without a gradient for a whole interval, overdue refreshes, and unfrozen parameters."""
 
     def __init__(self) -> None:
         self._missed: dict[str, int] = {}
         self._warned: set[str] = set()
+        self._left_out: list[tuple[str, weakref.ref[Tensor]]] = []
+
+    def leave_out(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Note parameters of the model that the optimizer did not get because they were frozen."""
+        self._left_out += [(name, weakref.ref(p)) for name, p in named]
 
     def check(
         self,
@@ -53,6 +59,21 @@ class Health:
             "have an overdue refresh: no gradient norms arrived. Gradients set by hand, as by torch.autograd.grad, "
             "bring none in compact mode; selection='uniform' needs none",
             overdue,
+        )
+        self._check_left_out(groups)
+
+    def _check_left_out(self, groups: list[dict[str, Any]]) -> None:
+        """Name parameters that have been unfrozen and that no group has."""
+        if not any((p := of_p()) is not None and p.requires_grad for _, of_p in self._left_out):
+            return
+        held = {id(p) for group in groups for p in group["params"]}
+        trains = [name for name, of_p in self._left_out if (p := of_p()) is not None and p.requires_grad]
+        missing = [name for name, of_p in self._left_out if name in trains and id(of_p()) not in held]
+        self._left_out = [item for item in self._left_out if item[0] not in trains]
+        self._warn(
+            "were frozen when this optimizer was built from the model, have been unfrozen and do not train: add them "
+            "by add_param_group, or build the optimizer before you freeze",
+            [repr(name) for name in missing],
         )
 
     def _is_idle(self, name: str, patience: int) -> bool:

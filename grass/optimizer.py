@@ -5,7 +5,7 @@ A third of this file is the signature and the docstring with all options, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from grass.compact_mode.conversion import trainable_parameters
+from grass.compact_mode.conversion import frozen_parameters, trainable_parameters
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import NEW, arm
@@ -43,7 +43,13 @@ class StepsInBackward(Protocol):
 
 
 class NamedByModel(list[tuple[str, nn.Parameter]]):
-    """Named parameters whose names Grass has looked up: groups without names may follow."""
+    """Named parameters whose names Grass has looked up: groups without names may follow.
+
+    Attributes:
+        frozen: the parameters of the model that no group has, because they are frozen.
+    """
+
+    frozen: Sequence[tuple[str, nn.Parameter]] = ()
 
 
 _P = ParamSpec("_P")
@@ -193,6 +199,8 @@ class GrassAdamW(Optimizer):
         self._checks = StepChecks([])
         self._named_by_model = isinstance(params, nn.Module)
         super().__init__(trainable_parameters(params) if isinstance(params, nn.Module) else params, as_plain(defaults))
+        if isinstance(params, nn.Module):
+            self._health.leave_out(frozen_parameters(params))
         report_decay(self.param_groups, self.layers().keys())
 
     def _offload_by(self, options: Offload | None) -> None:
@@ -238,7 +246,9 @@ class GrassAdamW(Optimizer):
         """Add a group after checking its values and tensors."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        self._named_by_model |= isinstance(param_group.get("params"), NamedByModel)
+        if isinstance(named := param_group.get("params"), NamedByModel):
+            self._named_by_model = True
+            self._health.leave_out(named.frozen)
         group = as_plain(param_group)
         if not isinstance(group["params"], (Tensor, set)):  # torch refuses sets, which have no order
             group["params"] = list(group["params"])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grass.compact_mode.layer import CompactLayer, Layers
-from grass.compact_mode.refresh_cycle import check_rows, resume
+from grass.compact_mode.refresh_cycle import check_rows, restart, resume
 from grass.options import ROW_KEYS, Options, is_batch, is_projected, validate
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded, local
@@ -98,12 +98,16 @@ class Loading:
         for position, (p, group) in enumerate(_with_groups(optimizer)):
             if position in self._exact:
                 optimizer.state[p] = self._held_here(self._exact[position], p, group)
-            elif "step" in optimizer.state[p]:  # a number where an old torch saved it
+            elif "step" in optimizer.state.get(p, {}):  # a number where an old torch saved it
                 step = torch.as_tensor(optimizer.state[p]["step"], dtype=torch.float32, device=step_device(p, group))
                 optimizer.state[p]["step"] = step
         for position, (p, group) in enumerate(_with_groups(optimizer)):
-            if id(p) in self.layers and (state := optimizer.state[p]):
-                resume(self.layers[id(p)], state, state.get("active"), Options.of(group), position)
+            if (layer := self.layers.get(id(p))) is None:
+                continue
+            if state := optimizer.state.get(p):
+                resume(layer, state, state.get("active"), Options.of(group), position)
+            else:
+                restart(layer, Options.of(group))
 
     def _take_exact(self, optimizer: Optimizer, state_dict: dict[str, Any], keys: list[int]) -> dict[str, Any]:
         """The state dict, shallowly copied, without the state that torch would cast, which is kept by position.

@@ -148,6 +148,11 @@ def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:
     check_sharding(layer)
     if layer.is_batch:
         _check_experts(group)
+    if group["dim"] == 0 != layer.dim:  # 1 is the default
+        raise ValueError(
+            f"Invalid dim=0: {layer.label!r} was converted with dim={layer.dim}, which decides; convert with dim=0, or "
+            "leave dim out"
+        )
     size = layer.shape[layer.dim] // layer.experts
     selected, count = (rows // layer.experts for rows in layer.counts())
     if group["replacement"]:

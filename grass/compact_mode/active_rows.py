@@ -28,6 +28,7 @@ class ActiveRows(nn.Module):
     gradient_scale: float
     dim: int
     first_draw: tuple[int, int]
+    first_rows: Tensor | None = None  # on the CPU, if calibration has chosen them
     label: str = ""
     selections: int = 0
     experts = 1  # matrices that the weight consists of (grass.compact_mode.experts)
@@ -66,9 +67,10 @@ class ActiveRows(nn.Module):
         """The chosen rows of a tensor of the weight's shape, as they are; into ``out`` if given."""
         return projector.gather(self.as_matrix(weight), out=out)
 
-    def take_first(self, weight: Tensor) -> Tensor:
-        """The first chosen row of a tensor of the weight's shape; a view. Where it is is read from the device."""
-        return self.as_matrix(weight).narrow(self.dim, int(self.chosen[0]), 1)
+    def take_probed(self, weight: Tensor) -> list[Tensor]:
+        """What :meth:`probed_rows` are in a tensor of the weight's shape; views. Where is read from the device."""
+        matrix = self.as_matrix(weight)
+        return [matrix.narrow(self.dim, int(self.chosen[i]), 1) for i in self.probed()]
 
     def put(self, weight: Tensor, projector: Projector, rows: Tensor) -> None:
         """Write the chosen rows of a tensor of the weight's shape; the inverse of :meth:`take`."""
@@ -82,9 +84,15 @@ class ActiveRows(nn.Module):
         """The values of ``active``, detached; this rank's part if they are sharded."""
         return local(self.active).detach()
 
-    def first_row(self) -> Tensor:
-        """The values of the first active row."""
-        return self.rows().narrow(self.dim, 0, 1)
+    def probed_rows(self) -> list[Tensor]:
+        """The values of a selected and of an explored row, by which changes of values are found; views."""
+        rows = self.rows()
+        return [rows.narrow(self.dim, i, 1) for i in self.probed()]
+
+    def probed(self) -> list[int]:
+        """The places of these two among the active rows: the middle ones, which unlike selections seldom share."""
+        selected, explored = self.counts()
+        return [selected // 2] + [selected + explored // 2] * (explored > 0)
 
     def selected_part(self, rows: Tensor) -> Tensor:
         """The entries of the selected rows in a tensor shaped like ``active``; a view."""
@@ -167,7 +175,9 @@ class ActiveRows(nn.Module):
         self.gather(Projector(self.explored, None, self.dim), out=self.explored_part(self.rows()))
 
     def draw_first(self) -> Tensor:
-        """The rows that a conversion chooses, uniformly: int64 ``(r + q,)`` on the CPU."""
+        """The rows that a conversion chooses, uniformly unless it calibrates: int64 ``(r + q,)`` on the CPU."""
+        if self.first_rows is not None:
+            return self.first_rows
         size, generator = self.shape[self.dim] // self.experts, draw_generator(*self.first_draw)
         r, q = (count // self.experts for count in self.counts())
         orders = [torch.randperm(size, generator=generator, device="cpu") for _ in range(self.experts)]

@@ -281,5 +281,10 @@ def _check_layers(optimizer: Optimizer, layers: list[CompactLayer]) -> None:
             "LBFGS flattens gradients by view(), which those of columns do not allow: convert with dim=0, and with "
             "explore=0, because LBFGS moves all rows that it holds"
         )
+    if isinstance(optimizer, torch.optim.Rprop):
+        raise ValueError(
+            "attach() does not take Rprop: its state has the length of each value's step. That of new rows is zeroed, "
+            "and they would not move"
+        )
     if len(layers_of(p for g in optimizer.param_groups for p in g["params"])) != len(layers):
         raise ValueError(f"{type(optimizer).__name__} holds active rows of layers outside of the model too")

@@ -37,6 +37,7 @@ def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
             generator = draw_generator(*layer.first_draw)  # for experts without tokens
             layer.select(select_rows(layer_norms, layer.rank, generator=generator, experts=layer.experts).indices)
             layer.explore(_first_explored(layer))
+            layer.first_rows = layer.chosen.to("cpu", copy=True)
 
 
 def _first_explored(layer: CompactLayer) -> Tensor:

@@ -17,7 +17,6 @@ from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.int8 import Int8Storage
 from grass.compact_mode.layer import LAYERS, CompactLayer
 from grass.compact_mode.linear_classes import compact_class
-from grass.compact_mode.registry import watch_optimizers
 from grass.compact_mode.strata import of_stratum, strata_of
 from grass.compact_mode.synced_rows import SyncedRows
 from grass.compact_mode.unconvertible import check_not_sharded, check_not_wrapped, unconvertible
@@ -118,7 +117,6 @@ def compact(
                 r, q = (count * rows.experts for count in layer_ranks)
                 _convert(rows, name, r, q, dim, dtype, weights, (seed, index))
                 put_beside(model, rows)
-    watch_optimizers()
     if calibration is not None:
         calibrate(model, calibration)
     every = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, CompactLayer))
@@ -200,13 +198,20 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
+def frozen_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The named parameters that do not train, without the weights of converted layers."""
+    layers = (module for module in model.modules() if isinstance(module, CompactLayer))
+    weights = {id(layer.own_weight()) for layer in layers}
+    return [(name, p) for name, p in model.named_parameters() if not p.requires_grad and id(p) not in weights]
+
+
 def _check_not_shared(model: nn.Module, layers: Iterable[CompactLayer]) -> None:
     """Refuse a converted weight that another module has come to share, which would be frozen there.
 
     Raises:
         ValueError: for each of these layers alone, rows are selected and moved; names both.
     """
-    owners = {id(layer._parameters["weight"]): layer for layer in layers if not isinstance(layer, ExpertRows)}
+    owners = {id(layer.own_weight()): layer for layer in layers if not isinstance(layer, ExpertRows)}
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
             layer = owners.get(id(parameter))
@@ -287,6 +292,7 @@ def _checked_ranks(
         size: rows to select from.
         rank: as given to :func:`compact`, as are ``explore``, ``dim``, ``dtype`` and ``weights``.
     """
+    _check_precision(name, layer.weight.dtype, dtype, weights)
     rank, explore = of_stratum(layer, rank, explore, dim, weights)
     resolved = resolve_rank(rank, size)
     if resolved > size:
@@ -305,6 +311,15 @@ def _checked_ranks(
             given, now = (form.format(*values) for values in (was, asked))
             raise ValueError(f"{name!r} was converted with {given}, not {now}; call grass.expand(model) first")
     return resolved, explored
+
+
+def _check_precision(name: str, own: torch.dtype, dtype: torch.dtype | None, weights: str | None) -> None:
+    """Refuse active rows that are less precise than their weight, or more than float32 of a weight that is less."""
+    allowed = {own, torch.float32} if own.itemsize <= 4 else {own}
+    if weights is None and own.is_floating_point and dtype not in (None, *allowed):
+        *others, last = sorted(map(str, allowed))
+        names = ", ".join(others) + (" or " if others else "") + last
+        raise ValueError(f"Invalid {dtype=}: must be {names}, or None for the weight's own ({name!r} has {own})")
 
 
 def _become(layer: Any, cls: type[CompactLayer] | None) -> None:
@@ -358,6 +373,7 @@ CONVERSION_ATTRIBUTES = (
     "norms",
     "selections",
     "first_draw",
+    "first_rows",
     "label",
     "rank",
     "reach",

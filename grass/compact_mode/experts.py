@@ -97,11 +97,11 @@ class ExpertRows(CompactLayer):
         rows = rows if self.dim == 1 else rows.t()
         return rows if out is None else out.copy_(rows)
 
-    def take_first(self, weight: Tensor) -> Tensor:
-        """As :meth:`ActiveRows.take_first`; a copy unless the weight is stored :attr:`by_rows`."""
+    def take_probed(self, weight: Tensor) -> list[Tensor]:
+        """As :meth:`ActiveRows.take_probed`; copies unless the weight is stored :attr:`by_rows`."""
         if self.by_rows:
-            return super().take_first(weight)
-        return self.take(weight, Projector(self.chosen[:1], None, self.dim))
+            return super().take_probed(weight)
+        return [self.take(weight, Projector(self.chosen[i : i + 1], None, self.dim)) for i in self.probed()]
 
     def put(self, weight: Tensor, projector: Projector, rows: Tensor) -> None:
         """As :meth:`ActiveRows.put`."""
@@ -164,7 +164,9 @@ class ExpertRows(CompactLayer):
         x, weight, scale = x.to(self.precision(x)).contiguous(), local(self.weight.detach()), self.scale()
         if not torch.is_grad_enabled():
             return grouped_product(x, self.matrices(weight, scale, x.dtype), ends)
-        y: Tensor = _ExpertFunction.apply(x, weight, scale, ends, local(self.active), self, self.sketch, self.signs)  # type: ignore[no-untyped-call]
+        y: Tensor = _ExpertFunction.apply(
+            x, weight, scale, ends, local(self.active), self, self.fed_sketch(), self.signs
+        )  # type: ignore[no-untyped-call]
         return y
 
     def chosen_of_each(self) -> Tensor:

@@ -75,10 +75,14 @@ class Int8Storage(WeightStorage):
             )
         layer.reload()
 
-    def holds(self, layer: CompactLayer, *, first: bool = False) -> bool:
+    def holds(self, layer: CompactLayer, *, probe: bool = False) -> bool:
         """Whether the weight's rows equal the active rows to within one step of their codes; compares all of them."""
         steps = self.scale(layer)[layer.chosen].unsqueeze(1 - layer.dim)
         return bool(((self.gather(layer, layer.active_projector()) - layer.active).abs() <= steps).all())
+
+    def has_left(self, layer: CompactLayer, probed: list[Tensor]) -> bool:
+        """Not known: codes do not hold rows exactly."""
+        return False
 
     def decay_(self, layer: CompactLayer, factor: float, key: int | None = None) -> None:
         """``W <- factor W``, exactly: only the scales change."""

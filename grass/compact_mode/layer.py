@@ -44,16 +44,23 @@ from grass.state.schema import State
 
 
 class _Layers(weakref.WeakSet["CompactLayer"]):
-    """Counts how often a layer was added."""
+    """Counts how often a layer was added, and tells of it.
+
+    Attributes:
+        on_add: called after each addition; :mod:`grass.compact_mode.registry` sets it.
+    """
 
     additions = 0
+    on_add: Callable[[], None] | None = None
 
     def add(self, item: CompactLayer) -> None:
         self.additions += 1
         super().add(item)
+        if self.on_add is not None:
+            self.on_add()
 
 
-LAYERS = _Layers()
+LAYERS: _Layers = _Layers()
 """Every converted layer alive."""
 
 
@@ -118,21 +125,18 @@ class CompactLayer(ActiveRows):
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if scale is None else weight
         rows = active, self.chosen, self.dim, self.rank, self.gradient_scale
-        columns = saved_columns(x, self.chosen) if self.dim == 1 and self.sketch is None else None
-        y: Tensor = CompactLinearFunction.apply(x, columns, weight, scale, bias, *rows, self.sketch, self.signs)  # type: ignore[no-untyped-call]
+        sketch = self.fed_sketch()
+        columns = saved_columns(x, self.chosen) if self.dim == 1 and sketch is None else None
+        y: Tensor = CompactLinearFunction.apply(x, columns, weight, scale, bias, *rows, sketch, self.signs)  # type: ignore[no-untyped-call]
         return y
 
     @torch.no_grad()
-    def restore(self, indices: Tensor, explored: Tensor | None, values: Tensor | None = None) -> None:
-        """Return to saved selected and explored rows, with saved values where the weight's precision cannot hold them.
-
-        ``explored=None`` leaves the explored rows as they were drawn by the conversion.
-        """
+    def restore(self, indices: Tensor, explored: Tensor, values: Tensor | None = None) -> None:
+        """Return to saved rows, selected and explored, with saved values where the weight's precision is less."""
         self.end_sketch()
         self.finish_writing()
         self.selected.copy_(indices)
-        if explored is not None:
-            self.explored.copy_(explored)
+        self.explored.copy_(explored)
         self.reload()
         if values is not None:
             self.selected_part(self.rows()).copy_(local(values))
@@ -224,18 +228,26 @@ class CompactLayer(ActiveRows):
         if self.synced.late:
             self.sync()
 
+    def own_weight(self) -> nn.Parameter:
+        """The weight, past ``__getattr__``, which is slow.
+
+        Raises:
+            RuntimeError: a parametrization has taken it away since the conversion.
+        """
+        if (weight := self._parameters.get("weight")) is None:
+            raise RuntimeError(
+                f"The weight of the converted layer {self.label!r} is no longer its parameter: apply weight_norm and "
+                "other parametrizations before grass.compact(), which then leaves the layer at full rank"
+            )
+        return weight
+
     def stamps(self) -> Stamps | None:
         """What any change of active rows or weight changes, as PyTorch sees it: of this rank's part if sharded.
 
         ``None`` for fake tensors, which own no memory here, and where a ``DTensor`` has taken the place of a plain
         tensor or a plain one that of a ``DTensor``, which is no change of values.
         """
-        active, weight = self._parameters.get("active"), self._parameters.get("weight")
-        if weight is None:
-            raise RuntimeError(
-                f"The weight of the converted layer {self.label!r} is no longer its parameter: apply weight_norm and "
-                "other parametrizations before grass.compact(), which then leaves the layer at full rank"
-            )
+        active, weight = self._parameters.get("active"), self.own_weight()
         if active is None:
             return None
         kind: type[Tensor] = nn.Parameter
@@ -355,6 +367,19 @@ class CompactLayer(ActiveRows):
         self.signs = signs
         options: dict[str, Any] = {"dtype": torch.float32, "device": self.weight.device, "requires_grad": True}
         self.sketch = torch.zeros(self.shape[self.dim], width, **options)
+
+    def fed_sketch(self) -> Tensor | None:
+        """The sketch that the backward of this forward adds to: none if the rows are frozen.
+
+        What was gathered with gradients that the loop has dropped, as by ``model.zero_grad()``, is dropped too. Those
+        of sharded rows are elsewhere until the step.
+        """
+        sketch, active = self.sketch, self.active
+        if sketch is None or not active.requires_grad:
+            return None
+        if active.is_leaf and active.grad is None and not self.synced.sharded:
+            self.clear_sketch()
+        return sketch
 
     def clear_sketch(self) -> None:
         """Drop what has been gathered, as ``zero_grad`` drops gradients."""

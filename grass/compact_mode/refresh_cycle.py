@@ -118,9 +118,19 @@ def reserve_rows(state: State, layer: CompactLayer) -> None:
 def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Options, index: int) -> None:
     """Return a layer to the rows of a loaded state; ``values`` as in :meth:`CompactLayer.restore`."""
     key = options.seed, layer.place(index), state["step"]
-    layer.restore(state["indices"], _drawn(layer, state, key) if _draws_again(layer, state) else None, values)
+    explored = _drawn(layer, state, key) if _draws_again(layer, state) else layer.draw_first()[layer.rank :]
+    layer.restore(state["indices"], explored, values)
     reserve_rows(state, layer)
     arm(layer, state, options)
+
+
+def restart(layer: CompactLayer, options: Options) -> None:
+    """Return a layer to the rows that its conversion drew: a state from before its first step is empty."""
+    first = layer.draw_first().to(layer.chosen.device)
+    if not torch.equal(first, layer.chosen):
+        layer.restore(first[: layer.rank], first[layer.rank :])
+    layer.end_sketch()
+    arm(layer, NEW, options)
 
 
 def advance(every: list[Trained], options: Options, ranks: Ranks, carry_of: Callable[[Trained], Carry]) -> list[Tensor]:

@@ -57,11 +57,6 @@ def _owner(layer: CompactLayer) -> Optimizer | None:
     return None if layer.owner is None else layer.owner.optimizer
 
 
-def watch_optimizers() -> None:
-    """Check every optimizer of this process (:func:`check_optimizer`) from now on."""
-    before_every_step(check_optimizer)
-
-
 def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that would leave converted layers untrained; called before every step of every optimizer.
 
@@ -94,6 +89,14 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 "grass.GrassAdamW, or call grass.attach(optimizer, model) once after building this one"
             )
     _CHECKED[optimizer] = version
+
+
+def _watch_optimizers() -> None:
+    """Check every optimizer of this process from now on, because a layer was converted, copied or unpickled."""
+    before_every_step(check_optimizer)
+
+
+LAYERS.on_add = _watch_optimizers
 
 
 class Owner:

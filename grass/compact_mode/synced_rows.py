@@ -3,9 +3,9 @@
 Forward computes with the weight, the optimizer steps ``active``. A step writes the active rows back. Code outside of
 Grass may change either of them: model averaging, clipping of weights, ``p.data -= ...``. PyTorch counts most changes in
 the tensor's version, so comparing versions is enough. A change through ``.data`` has no version. Steps and forwards
-with gradients look for it by value in the first active row. On other devices than the CPU only the first forwards look,
-and one after each selection, because the device is waited for. Switches between ``train()`` and ``eval()`` compare all
-active rows, and the next forward looks once more.
+with gradients look for it by value in a selected and in an explored row. On other devices than the CPU only the first
+forwards look, and one after each selection, because the device is waited for. Switches between ``train()`` and
+``eval()`` compare all active rows, and the next forward looks once more. Where both were changed, the weight wins.
 
 What is built on compact mode hears of uses and changes of a layer's values as a :class:`Listener`.
 """
@@ -132,7 +132,7 @@ class SyncedRows:
         self._pending = False  # whether what was agreed is still to be written into the weight
         self._probes = PROBES
         self._told: set[str] = set()
-        self._first: Tensor | None = None  # the first active row when both agreed, as long as probes look at it
+        self._probed: list[Tensor] | None = None  # the probed rows when both agreed, as long as forwards look
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, whose weight is written in each step."""
@@ -153,7 +153,7 @@ class SyncedRows:
         Args:
             layer: whose weight and active rows.
             compare: compare values even if tensor versions show no change.
-            probe: compare the first active row, where looking takes time only in the first few calls.
+            probe: compare two active rows, where looking takes time only in the first few calls.
         """
         layer.arrive()
         if torch.compiler.is_compiling() or (self.sharded and not self.empty and not is_sharded(layer.weight)):
@@ -209,7 +209,9 @@ class SyncedRows:
         if now != self.agreed:
             return False
         self._probes = ALWAYS
-        if self._first is not None and same_values(self._first, layer.first_row()):
+        if (then := self._probed) is not None and (
+            all(map(same_values, then, layer.probed_rows())) or layer.storage.has_left(layer, then)
+        ):
             self._tell("Grass: the weight of %r was changed through .data; its active rows follow", layer.label)
             return True
         self._tell(
@@ -226,9 +228,9 @@ class SyncedRows:
             logger.warning(what, label)
 
     def _remember(self, layer: CompactLayer) -> None:
-        """Keep the first active row while forwards look for changes through ``.data``."""
+        """Keep the probed rows while forwards look for changes through ``.data``."""
         looks = (self._probes or self._once or looks_always(layer)) and self.agreed is not None and not self.sharded
-        self._first = layer.first_row().clone() if looks else None
+        self._probed = [row.clone() for row in layer.probed_rows()] if looks else None
 
     def _write_pending(self, layer: CompactLayer) -> None:
         """Write the active rows into the weight, unless it was changed since they were stepped.
@@ -251,7 +253,7 @@ class SyncedRows:
                 return False
             if self._probes > 0:
                 self._probes -= 1
-        return not layer.storage.holds(layer, first=True)
+        return not layer.storage.holds(layer, probe=True)
 
 
 def looks_always(layer: CompactLayer) -> bool:

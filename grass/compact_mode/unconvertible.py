@@ -20,6 +20,7 @@ from torch import distributed, nn
 
 from grass.parallel.ddp import wrappers_of
 from grass.parallel.shards import is_sharded, is_tensor_parallel, shard_dim
+from grass.private_names import gradient_hooks
 
 PROPERTIES = frozenset({"dtype", "device", "shape", "size", "ndim", "dim", "requires_grad", "is_cuda", "numel"})
 """Attributes of a weight that may be read without computing with it."""
@@ -41,7 +42,15 @@ def unconvertible(model: nn.Module) -> dict[str, str]:
         advice = ", so convert modules that call their projections" if type(parent) is nn.MultiheadAttention else ""
         for path in _weights_read_by(parent):
             found[prefix + path] = f"{type(parent).__name__} reads its weight without calling it{advice}"
+    hooked = (name for name, module in model.named_modules() if _has_hooks(module))
+    found |= dict.fromkeys(hooked, "its weight has gradient hooks, which would not be called any more")
     return found | dict.fromkeys(adapters(model), "it is part of a PEFT adapter")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a plain layer's weight has hooks of ``register_hook`` or ``register_post_accumulate_grad_hook``."""
+    weight = module._parameters.get("weight")
+    return weight is not None and "active" not in module._parameters and bool(gradient_hooks(weight))
 
 
 def adapters(model: nn.Module) -> set[str]:

@@ -49,13 +49,17 @@ class WeightStorage:
         """Take over a weight that was changed from outside."""
         layer.reload()
 
-    def holds(self, layer: CompactLayer, *, first: bool = False) -> bool:
-        """Whether the weight's rows, or the first of them, are what the active rows are written back as."""
-        if first:
-            rows, own = layer.take_first(layer.stored()), layer.first_row()
-        else:
-            rows, own = self.gather(layer, layer.active_projector()), layer.rows()
-        return same_values(own.to(rows.dtype), rows)
+    def holds(self, layer: CompactLayer, *, probe: bool = False) -> bool:
+        """Whether the weight's rows, or those that are probed, are what the active rows are written back as."""
+        if probe:
+            return not self.has_left(layer, layer.probed_rows())
+        rows = self.gather(layer, layer.active_projector())
+        return same_values(layer.rows().to(rows.dtype), rows)
+
+    def has_left(self, layer: CompactLayer, probed: list[Tensor]) -> bool:
+        """Whether a probed row of the weight is not, or no longer, what one of ``probed`` was written as."""
+        pairs = zip(probed, layer.take_probed(layer.stored()), strict=True)
+        return not all(same_values(own.to(row.dtype), row) for own, row in pairs)
 
     def decay_(self, layer: CompactLayer, factor: float, key: int | None = None) -> None:
         """``W <- factor W``. With a ``key``, a half-precision weight is rounded stochastically."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -126,6 +127,22 @@ def test_resume(make: Make, policy: str, active: torch.dtype | None, stop: int) 
         assert {k: v for k, v in state.items() if not isinstance(v, Tensor)}.items() <= again[name].items()
 
 
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_going_back_to_before_the_first_step(make: Make) -> None:
+    model, data = Network(), batches(12)
+    grass.compact(model, rank=3, explore=2)
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    attachment = grass.attach(optimizer, model, update_interval=4)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), attachment.state_dict()))
+    weights = []
+    for _ in range(2):
+        train(model, optimizer, data)
+        weights.append(copy.deepcopy(model.state_dict()))
+        for part, state in zip((model, optimizer, attachment), copy.deepcopy(saved), strict=True):
+            part.load_state_dict(state)
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
 def test_the_saved_selection_is_not_shared() -> None:
     model, optimizer, attachment = attached(OPTIMIZERS["SGD"])
     saved, first = attachment.state_dict(), selections(model)
@@ -184,6 +201,8 @@ def test_what_cannot_be_attached() -> None:
         grass.attach(optimizer, model)
     with pytest.raises(ValueError, match="already"):
         grass.attach(grass.GrassAdamW(model), model)
+    with pytest.raises(ValueError, match="does not take Rprop"):
+        grass.attach(torch.optim.Rprop([model.up.active]), model)
     other, _ = converted()
     both = torch.optim.SGD([model.up.active, other.up.active], lr=0.1)
     with pytest.raises(ValueError, match="outside of the model"):

@@ -87,6 +87,25 @@ def test_layers_without_a_gradient_are_named_once(mode: str, caplog) -> None:
     assert "up" not in text.split(":")[-1].replace("update", "")
 
 
+@pytest.mark.parametrize("mode", ["compact", "dense"])
+def test_parameters_that_are_unfrozen_later_are_named_once(mode: str, caplog) -> None:
+    model = Network()
+    model.norm.requires_grad_(False)
+    if mode == "compact":
+        grass.compact(model, rank=3)
+        optimizer = GrassAdamW(model)
+    else:
+        model.mix.requires_grad_(False)
+        optimizer = GrassAdamW(grass.param_groups(model, rank=3))
+    train(model, optimizer, batches(1))
+    caplog.clear()
+    model.norm.requires_grad_(True)
+    optimizer.add_param_group({"params": [model.norm.bias], "rank": None})
+    train(model, optimizer, batches(4))
+    assert len(caplog.records) == 1
+    assert messages(caplog).endswith("or build the optimizer before you freeze: 'norm.weight'")
+
+
 @pytest.mark.parametrize(("rule", "warns"), [("multinomial_norm", True), ("uniform", False)])
 def test_gradients_by_hand_bring_no_norms(rule: str, warns: bool, caplog) -> None:
     model = Network()

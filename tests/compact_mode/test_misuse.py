@@ -250,6 +250,49 @@ def test_replacement() -> None:
     )
 
 
+def test_another_dim_than_the_layers_have() -> None:
+    model = Network()
+    grass.compact(model, rank=3)
+    with pytest.raises(ValueError, match="dim=0: 'up' was converted with dim=1"):
+        GrassAdamW(model, dim=0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float64),
+        (torch.bfloat16, torch.float16),
+        (torch.float64, torch.float32),
+    ],
+    ids=str,
+)
+def test_active_rows_of_a_precision_that_does_not_fit_the_weights(weights: torch.dtype, rows: torch.dtype) -> None:
+    model = Network(weights)
+    with pytest.raises(ValueError, match=rf"Invalid dtype={rows}: must be .*{weights}"):
+        grass.compact(model, rank=3, dtype=rows)
+    assert not compact_layers(model)
+
+
+def test_weight_norm_after_the_conversion() -> None:
+    model = Network()
+    grass.compact(model, rank=3)
+    nn.utils.parametrizations.weight_norm(model.mix)
+    with pytest.raises(RuntimeError, match="'mix' is no longer its parameter: apply weight_norm and other"):
+        GrassAdamW(model)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_weight_with_gradient_hooks_stays_at_full_rank(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, calls = Network(), []
+    getattr(model.mix.weight, kind)(calls.append)
+    grass.compact(model, rank=3)
+    assert [*compact_layers(model)] == ["up", "down"]
+    assert "passes over 'mix': its weight has gradient hooks" in caplog.text
+    train(model, GrassAdamW(model), batches(1))
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("rank", [2, 8, 0.9])
 def test_another_rank_than_the_layers_have(rank) -> None:
     model = Network()

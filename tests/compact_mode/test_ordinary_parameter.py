@@ -257,6 +257,32 @@ def test_rows_that_evaluation_puts_in_through_data_are_used(caplog: pytest.LogCa
     assert sum("through .data" in record.getMessage() for record in caplog.records) == 3
 
 
+@pytest.mark.parametrize("then", ["eval", "forward", "step"])
+@pytest.mark.parametrize("share", [1.0, 0.3], ids=["copy", "average"])
+def test_parameters_that_are_all_replaced_through_data_stay(share: float, then: str) -> None:
+    """As those of a target network are, or of a teacher, long after the first forwards: the weight wins."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 96), nn.Tanh(), nn.Linear(96, 8)).double()
+    grass.compact(model, rank=8, explore=16, targets=["2"])
+    target, data = copy.deepcopy(model), batches(20, dtype=torch.float64)
+    train(target, GrassAdamW(target, lr=1e-3, update_interval=6), data)
+    optimizer = GrassAdamW(model, lr=1e-3, update_interval=7)
+    train(model, optimizer, data)
+    for own, other in zip(target.parameters(), model.parameters(), strict=True):
+        own.data.mul_(1 - share).add_(share * other.data)
+    expected = {name: layer.weight.detach().clone() for name, layer in compact_layers(target).items()}
+    match then:
+        case "eval":
+            target.eval()
+        case "forward":
+            loss_of(target, data[0])
+        case "step":
+            GrassAdamW(target, lr=0.0, weight_decay=0.0).step()
+    for name, layer in compact_layers(target).items():
+        assert torch.equal(target.state_dict()[f"{name}.weight"], expected[name])
+        assert torch.equal(layer.weight[:, layer.chosen], layer.active)
+
+
 @pytest.mark.parametrize("recurs", [True, False])
 def test_where_looking_takes_time_changes_through_data_are_found_after_a_selection(
     recurs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -268,7 +294,7 @@ def test_where_looking_takes_time_changes_through_data_are_found_after_a_selecti
     optimizer = GrassAdamW(model, lr=1e-3, update_interval=20)
     for step, batch in enumerate(batches(30, dtype=torch.float64)):
         train(model, optimizer, [batch])
-        if 9 < step and (recurs or step == 12):
+        if step > 9 and (recurs or step == 12):
             for layer in compact_layers(model).values():
                 layer.weight.data.copy_(torch.full_like(layer.weight, 0.5))
     told = {record.args for record in caplog.records if "through .data; its active rows follow" in record.getMessage()}

@@ -1,6 +1,8 @@
 """The registry of converted layers finds what lives, costs other models nothing, and keeps nothing alive."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -24,6 +26,24 @@ def build_and_train(through: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         grass.attach(optimizer, model, update_interval=2)
     train(model, optimizer, batches(3))
     return model, optimizer
+
+
+FOREIGN_STEP = """
+import sys, torch
+model = torch.load(sys.argv[1], weights_only=False)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.randn(4, 16)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_an_unpickled_model_is_watched_in_a_process_that_converts_nothing(tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(16, 32))
+    grass.compact(model, rank=0.25)
+    torch.save(model, tmp_path / "whole.pt")
+    command = [sys.executable, "-c", FOREIGN_STEP, str(tmp_path / "whole.pt")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "would train active rows that never reach the model's weights" in result.stderr
 
 
 @pytest.mark.parametrize("through", ["GrassAdamW", "attach"])

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import grass
 from grass import GrassAdamW
 from tests.compact_mode.networks import (
     DIMS,
@@ -111,6 +112,22 @@ def test_loading_into_itself_and_going_back() -> None:
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     assert_goes_on_alike((model, optimizer), (other, other_optimizer), data[3:])
+
+
+@pytest.mark.parametrize("explore", [0, 2])
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_going_back_to_before_the_first_step(calibrated: bool, explore: int) -> None:
+    """As a search for the learning rate does, in the same process."""
+    model, data = Network(), batches(12)
+    calibration = (lambda model: loss_of(model, data[0])) if calibrated else None
+    grass.compact(model, rank=3, explore=explore, calibration=calibration)
+    optimizer = GrassAdamW(model, **OPTIONS)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, other_optimizer = copy.deepcopy((model, optimizer))
+    train(model, optimizer, data[:9])
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert_goes_on_alike((model, optimizer), (other, other_optimizer), data)
 
 
 @pytest.mark.parametrize("back_to", [1, INTERVAL - 1])

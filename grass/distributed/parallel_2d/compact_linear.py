@@ -139,7 +139,7 @@ class CompactLinear2D(StratumLayer, Linear2D):
             y = product(self._grid, flat, weights)
         else:
             active = local_part(self.active, WEIGHT)
-            y = _CompactLinear.apply(flat, weight, active, self.sketch, self, weights, self._chosen_of_input())  # type: ignore[no-untyped-call]
+            y = _CompactLinear.apply(flat, weight, active, self.fed_sketch(), self, weights, self._chosen_of_input())  # type: ignore[no-untyped-call]
         return self.with_bias(y.view(*x.shape[:-1], -1))
 
     def _chosen_of_input(self) -> Tensor:
