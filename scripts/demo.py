@@ -33,11 +33,12 @@ SEED = 3
 METHODS = ("AdamW", "Grass", "Grass compact")
 """What is compared: a row of the table and two curves each."""
 
-RATES = {"linear": 3e-3, "rest": 0.012}
+RATES = {"linear": 1.5e-3, "rest": 0.012}
 """Learning rates of linear layers and of all other parameters.
 
-They are AdamW's, and Grass takes them as they are. Losses of one method differ by some hundredths from seed to seed, so
-a single run does not rank methods that are closer than that.
+They are AdamW's best in runs of this length (``benchmarks/quality/cells.csv``: half and double of the first are worse),
+and Grass takes them as they are. Losses of one method differ by some hundredths from seed to seed, so a single run does
+not rank methods that are closer than that.
 """
 
 RANK = 0.25
@@ -59,6 +60,8 @@ def main() -> None:
             out=run_directory(args.out, method), steps=steps, warmup=steps // 10, eval_every=max(1, steps // 8)
         )
         results[method] = run(method, data_config, config)
+        if results[method].step < steps:
+            raise SystemExit(f"Stopped at step {results[method].step} of {steps}: the same command begins again")
     print(f"\n{table(results, args.out).to_string()}\n")
     print(
         "Dense Grass keeps autograd's full gradients; compact mode forms those of selected and explored columns only."

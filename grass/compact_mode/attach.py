@@ -76,7 +76,7 @@ def attach(
 
     Raises:
         ValueError: a value is out of range, or the optimizer holds no active rows of the model, holds some of another
-            model too, or writes them back already.
+            model too, writes them back already, or is ``Rprop``.
     """
     if not isinstance(optimizer, Optimizer) or not isinstance(model, nn.Module):
         given = type(optimizer).__name__, type(model).__name__  # type: ignore[unreachable]
