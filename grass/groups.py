@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from inspect import signature
 from typing import Any
 
 from torch import nn
 
-from grass.compact_mode.conversion import frozen_parameters
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.unconvertible import adapters
 from grass.optimizer import GrassAdamW, NamedByModel
@@ -72,7 +72,7 @@ def param_groups(
     names = [name if name in experts else name.removesuffix("weight").removesuffix(".") for name, _ in group["params"]]
     report_coverage(model, "projects", names)
     groups = _split_by_decay([group, rest] if rest["params"] else [group], no_decay)
-    groups[0]["params"].frozen = frozen_parameters(model)
+    groups[0]["params"].model = weakref.ref(model)
     return groups
 
 

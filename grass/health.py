@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import can_watch
@@ -27,11 +27,11 @@ class Health:
     def __init__(self) -> None:
         self._missed: dict[str, int] = {}
         self._warned: set[str] = set()
-        self._left_out: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._left_out: list[_Place] = []
 
-    def leave_out(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Note parameters of the model that the optimizer did not get because they were frozen."""
-        self._left_out += [(name, weakref.ref(p)) for name, p in named]
+    def leave_out(self, model: nn.Module) -> None:
+        """Note the parameters of a model that the optimizer did not get because they are frozen."""
+        self._left_out += _frozen(model)
 
     def check(
         self,
@@ -64,16 +64,16 @@ class Health:
 
     def _check_left_out(self, groups: list[dict[str, Any]]) -> None:
         """Name parameters that have been unfrozen and that no group has."""
-        if not any((p := of_p()) is not None and p.requires_grad for _, of_p in self._left_out):
+        unfrozen = [place for place in self._left_out if (p := place.parameter()) is not None and p.requires_grad]
+        if not unfrozen:
             return
         held = {id(p) for group in groups for p in group["params"]}
-        trains = [name for name, of_p in self._left_out if (p := of_p()) is not None and p.requires_grad]
-        missing = [name for name, of_p in self._left_out if name in trains and id(of_p()) not in held]
-        self._left_out = [item for item in self._left_out if item[0] not in trains]
+        missing = [place.name for place in unfrozen if id(place.parameter()) not in held]
+        self._left_out = [place for place in self._left_out if place not in unfrozen]
         self._warn(
             "were frozen when this optimizer was built from the model, have been unfrozen and do not train: add them "
             "by add_param_group, or build the optimizer before you freeze",
-            [repr(name) for name in missing],
+            list(map(repr, missing)),
         )
 
     def _is_idle(self, name: str, patience: int) -> bool:
@@ -85,6 +85,30 @@ class Health:
         self._warned.update(what + name for name in new)
         if new:
             logger.warning("Grass: %d weights %s: %s", len(new), what, ", ".join(new))
+
+
+class _Place(NamedTuple):
+    """Where a model has a parameter. It keeps neither alive; weak references to parameters would forbid moves."""
+
+    name: str
+    module: weakref.ref[nn.Module]
+    own_name: str
+
+    def parameter(self) -> Tensor | None:
+        """The parameter that is there now."""
+        module = self.module()
+        return None if module is None else module._parameters.get(self.own_name)
+
+
+def _frozen(model: nn.Module) -> list[_Place]:
+    """The frozen parameters of a model, without the weights of converted layers."""
+    weights = {id(layer.own_weight()) for layer in model.modules() if isinstance(layer, CompactLayer)}
+    return [
+        _Place(f"{prefix}.{name}" if prefix else name, weakref.ref(module), name)
+        for prefix, module in model.named_modules()
+        for name, p in module._parameters.items()
+        if p is not None and not p.requires_grad and id(p) not in weights
+    ]
 
 
 def _name(group: dict[str, Any], i: int, position: int, layer: CompactLayer | None) -> str:

@@ -5,7 +5,8 @@ A third of this file is the signature and the docstring with all options, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from grass.compact_mode.conversion import frozen_parameters, trainable_parameters
+from grass.compact_mode.conversion import trainable_parameters
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import NEW, arm
@@ -46,10 +47,10 @@ class NamedByModel(list[tuple[str, nn.Parameter]]):
     """Named parameters whose names Grass has looked up: groups without names may follow.
 
     Attributes:
-        frozen: the parameters of the model that no group has, because they are frozen.
+        model: whose parameters the groups have, but for the frozen ones.
     """
 
-    frozen: Sequence[tuple[str, nn.Parameter]] = ()
+    model: weakref.ref[nn.Module] | None = None
 
 
 _P = ParamSpec("_P")
@@ -200,7 +201,7 @@ class GrassAdamW(Optimizer):
         self._named_by_model = isinstance(params, nn.Module)
         super().__init__(trainable_parameters(params) if isinstance(params, nn.Module) else params, as_plain(defaults))
         if isinstance(params, nn.Module):
-            self._health.leave_out(frozen_parameters(params))
+            self._health.leave_out(params)
         report_decay(self.param_groups, self.layers().keys())
 
     def _offload_by(self, options: Offload | None) -> None:
@@ -248,7 +249,8 @@ class GrassAdamW(Optimizer):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         if isinstance(named := param_group.get("params"), NamedByModel):
             self._named_by_model = True
-            self._health.leave_out(named.frozen)
+            if named.model is not None and (model := named.model()) is not None:
+                self._health.leave_out(model)
         group = as_plain(param_group)
         if not isinstance(group["params"], (Tensor, set)):  # torch refuses sets, which have no order
             group["params"] = list(group["params"])

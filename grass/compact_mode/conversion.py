@@ -198,13 +198,6 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def frozen_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The named parameters that do not train, without the weights of converted layers."""
-    layers = (module for module in model.modules() if isinstance(module, CompactLayer))
-    weights = {id(layer.own_weight()) for layer in layers}
-    return [(name, p) for name, p in model.named_parameters() if not p.requires_grad and id(p) not in weights]
-
-
 def _check_not_shared(model: nn.Module, layers: Iterable[CompactLayer]) -> None:
     """Refuse a converted weight that another module has come to share, which would be frozen there.
 
@@ -314,12 +307,9 @@ def _checked_ranks(
 
 
 def _check_precision(name: str, own: torch.dtype, dtype: torch.dtype | None, weights: str | None) -> None:
-    """Refuse active rows that are less precise than their weight, or more than float32 of a weight that is less."""
-    allowed = {own, torch.float32} if own.itemsize <= 4 else {own}
-    if weights is None and own.is_floating_point and dtype not in (None, *allowed):
-        *others, last = sorted(map(str, allowed))
-        names = ", ".join(others) + (" or " if others else "") + last
-        raise ValueError(f"Invalid {dtype=}: must be {names}, or None for the weight's own ({name!r} has {own})")
+    """Refuse active rows of another precision than their weight's and float32: these would not agree."""
+    if weights is None and own.is_floating_point and dtype not in (None, own, torch.float32):
+        raise ValueError(f"Invalid {dtype=}: must be torch.float32, or None for the weight's own, {own} ({name!r})")
 
 
 def _become(layer: Any, cls: type[CompactLayer] | None) -> None:

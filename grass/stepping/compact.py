@@ -23,7 +23,7 @@ Active = tuple[Member, CompactLayer]
 
 def step_active(step: GroupStep, every: list[Active]) -> list[Tensor]:
     """Update active rows, write them back, and select new ones if that is due. Returns these."""
-    begun = [(m if type(m.grad) is Tensor else _of_stratum(m, layer), layer) for m, layer in every]
+    begun = [(_of_stratum(member, layer), layer) for member, layer in every]
     if fresh := [item for item in begun if not item[0].state]:
         begun = _begin(step, begun, fresh)
     count([member.state for member, layer in begun if not layer.is_batch])
@@ -43,9 +43,11 @@ def step_active(step: GroupStep, every: list[Active]) -> list[Tensor]:
 
 
 def _of_stratum(member: Member, layer: CompactLayer) -> Member:
-    """The part of a sharded parameter that this rank selects rows of."""
+    """The part of a parameter that this rank selects rows of."""
     p, grad, state, position = member
-    return Member(layer.of_stratum(p), layer.of_stratum(grad), state, layer.place(position))
+    if type(grad) is not Tensor:
+        p, grad = layer.of_stratum(p), layer.of_stratum(grad)
+    return Member(p, grad, state, layer.place(position))
 
 
 def _begin(step: GroupStep, every: list[Active], fresh: list[Active]) -> list[Active]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from statistics import fmean
 
 from page_tables.markdown import table
 from page_tables.source import Row, read, settings_of
@@ -15,7 +16,7 @@ ADAPTERS = {"lora": "LoRA", "dora": "DoRA", "rslora": "rsLoRA"}
 def adapters() -> str:
     """Each method at the best of its learning rates: what trains, what is held, and what the model then knows.
 
-    Only projected weights train, as with adapters. Losses are those of all seeds, other figures of the first.
+    Only projected weights train, as with adapters. Losses are those of all seeds, accuracy and loss on other text their means.
     """
     found: dict[tuple[str, str], dict[float, list[Row]]] = {}
     for row in read("cells.csv"):
@@ -41,7 +42,7 @@ def _cells(rates: dict[float, list[Row]]) -> list[str]:
         ", ".join(f"{rate:g}" for rate in sorted(rates)),
         f"{best:g}",
         " ".join(f"{float(row['loss_100']):.3f}" for row in rows),
-        *(f"{float(rows[0][name]):.3f}" for name in ("accuracy", "pretraining_loss")),
+        *(f"{fmean(float(row[name]) for row in rows):.3f}" for name in ("accuracy", "pretraining_loss")),
     ]
 
 

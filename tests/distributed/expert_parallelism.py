@@ -192,7 +192,9 @@ def drawing_as_ranks(ranks: int) -> Iterator[None]:
         counts = [count // ranks for count in layer.counts()]
         drawn = []
         for rank in range(ranks):
-            stratum = SimpleNamespace(shape=(size,), dim=0, experts=own, first_draw=(seed, key(place, rank)))
+            stratum = SimpleNamespace(
+                shape=(size,), dim=0, experts=own, first_draw=(seed, key(place, rank)), first_rows=None
+            )
             stratum.counts = lambda: counts
             drawn.append((ActiveRows.draw_first(stratum) + rank * size).split(counts))  # type: ignore[arg-type]
         return torch.cat([part for parts in zip(*drawn, strict=True) for part in parts])

@@ -131,7 +131,7 @@ def test_expert_parallel_equals_one_process() -> None:
     grass.compact(model, rank=3, explore=0)
     for number, layer in enumerate(layer for layer in model.modules() if hasattr(layer, "active")):
         size = layer.shape[layer.dim] // 2
-        layer.restore(torch.cat([half[1][number] + i * size for i, half in enumerate(halves)]), None)
+        layer.restore(torch.cat([half[1][number] + i * size for i, half in enumerate(halves)]), layer.explored)
     optimizer = GrassAdamW(model, lr=1e-2)
     for step in range(STEPS):
         loss_of(model, *tokens(step)).backward()

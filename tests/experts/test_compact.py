@@ -101,7 +101,7 @@ def test_equals_separate_converted_layers(dim: int, explore: int) -> None:
     for number, (up, down) in enumerate(plain.pairs):
         for layer, rows in zip((up, down), rows_of(model), strict=True):
             own = rows.chosen_of_each()[number]
-            layer.restore(own[:3], own[3:] if explore else None)
+            layer.restore(own[:3], own[3:])
     if not explore:
         losses = train(model, optimizer, 9)
         assert losses == pytest.approx(train(plain, alone, 9), rel=1e-10)
@@ -134,7 +134,7 @@ def test_equals_dense_mode(dim: int) -> None:
         whole = getattr(dense, name).grad
         norms = (whole if layer.by_rows else whole.transpose(1, 2)).norm(dim=2).flatten()
         chosen = grass.select_rows(norms, layer.rank, "top_r", experts=EXPERTS).indices
-        layer.restore(chosen, None)
+        layer.restore(chosen, layer.explored)
     by.zero_grad()
     for group in optimizer.param_groups:
         group["update_interval"] = 1000
