@@ -371,13 +371,13 @@ class CompactLayer(ActiveRows):
     def fed_sketch(self) -> Tensor | None:
         """The sketch that the backward of this forward adds to: none if the rows are frozen.
 
-        What was gathered with gradients that the loop has dropped, as by ``model.zero_grad()``, is dropped too. Those
-        of sharded rows are elsewhere until the step.
+        What was gathered with gradients that the loop has dropped, as by ``model.zero_grad()``, is dropped too, but not
+        by compiled code. Gradients of sharded rows are elsewhere until the step.
         """
         sketch, active = self.sketch, self.active
         if sketch is None or not active.requires_grad:
             return None
-        if active.is_leaf and active.grad is None and not self.synced.sharded:
+        if not torch.compiler.is_compiling() and active.is_leaf and active.grad is None and not self.synced.sharded:
             self.clear_sketch()
         return sketch
 

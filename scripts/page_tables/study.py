@@ -116,12 +116,14 @@ def study(name: str) -> str:
     return table([*header, *(["accuracy"] if accuracy else [])], lines)
 
 
+AS_ADAMW = {"rank=1.0", "update_interval=1000000", "selection=top_r", "dim=auto", "state_policy=reset", "explore=0"}
+"""Settings that make Grass AdamW with two rates."""
+
+
 def own_options(settings: str) -> list[str]:
-    """Settings as words; of AdamW with two rates rates and decay only, as the others make Grass at full rank AdamW."""
+    """Settings as words; of AdamW with two rates without those that make Grass at full rank AdamW."""
     words = settings.split()
-    return (
-        [word for word in words if word.startswith(("lr", "scale", "weight_decay"))] if "rank=1.0" in words else words
-    )
+    return [word for word in words if word not in AS_ADAMW] if "rank=1.0" in words else words
 
 
 def code(settings: set[str] | list[str]) -> str:
@@ -146,7 +148,8 @@ def finals() -> str:
     """The full horizon: losses of each seed, and what each method holds."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in read("cells.csv"):
-        if (row["task"], row["model"], row["steps"]) == ("pretrain", "1m", "2150"):
+        alike = "batch_size" not in row["settings"]
+        if alike and (row["task"], row["model"], row["steps"]) == ("pretrain", "1m", "2150"):
             groups.setdefault((row["optimizer"], row["settings"]), []).append(row)
     header = ["", "options", "loss by seed", "mean", "mean of 90% and 100%", "state bytes", "host bytes"]
     lines = []
