@@ -23,8 +23,10 @@ OF_ADAMW = {"update_interval", "selection", "dim", "state_policy"}
 
 
 def is_of_the_law(values: dict[str, str]) -> bool:
-    """Whether a cell has the default options but for its rates, its fraction and its precision."""
-    return set(values) <= OF_THE_LAW | (OF_ADAMW if values.get("rank") == "1.0" else set())
+    """Whether a cell has the default options but for its rates, its fraction and its precision: r = q, or AdamW."""
+    if (rank := values.get("rank", "0.25")) == "1.0":
+        return set(values) <= OF_THE_LAW | OF_ADAMW
+    return set(values) <= OF_THE_LAW and values.get("explore", rank) == rank
 
 
 def frontier() -> str:

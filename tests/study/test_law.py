@@ -59,6 +59,7 @@ def test_only_cells_of_the_law_count():
         cell("1m", "scale=0.25 rank=0.25 explore=0.25 compact=True", 1.0),  # one rate alone
         cell("1m", f"scale=1.0 {half}", 0.0, seed="1"),
         cell("1m", f"scale=1.0 {half} selection=balanced", 0.0),
+        cell("1m", "scale=1.0 rank=0.1875 explore=0.0625 compact=True", 0.0),  # as many that move, but not r = q
         cell("1m", "scale=0.25 rank=0.125 explore=0.125", 0.0),  # dense mode
         cell("1m", "scale=0.25", 0.0, optimizer="galore"),
         cell("1m", f"scale=0.25 {half}", 0.0, task="facts"),
