@@ -16,7 +16,8 @@ ADAPTERS = {"lora": "LoRA", "dora": "DoRA", "rslora": "rsLoRA"}
 def adapters() -> str:
     """Each method at the best of its learning rates: what trains, what is held, and what the model then knows.
 
-    Only projected weights train, as with adapters. Losses are those of all seeds, accuracy and loss on other text their means.
+    Only projected weights train, as with adapters. Losses are those of all seeds; accuracy and loss on other text are
+    means.
     """
     found: dict[tuple[str, str], dict[float, list[Row]]] = {}
     for row in read("cells.csv"):
