@@ -47,10 +47,13 @@ class NamedByModel(list[tuple[str, nn.Parameter]]):
     """Named parameters whose names Grass has looked up: groups without names may follow.
 
     Attributes:
-        model: whose parameters the groups have, but for the frozen ones.
+        model: the model; its frozen parameters are in no group. Copies do not know it.
     """
 
     model: weakref.ref[nn.Module] | None = None
+
+    def __reduce__(self) -> tuple[type[NamedByModel], tuple[list[tuple[str, nn.Parameter]]]]:
+        return NamedByModel, (list(self),)
 
 
 _P = ParamSpec("_P")

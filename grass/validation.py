@@ -148,7 +148,7 @@ def _check_active(layer: CompactLayer, group: dict[str, Any]) -> None:
     check_sharding(layer)
     if layer.is_batch:
         _check_experts(group)
-    if group["dim"] == 0 != layer.dim:  # 1 is the default
+    if group["dim"] == 0 and layer.dim == 1:  # the other way round, the group may have the default
         raise ValueError(
             f"Invalid dim=0: {layer.label!r} was converted with dim={layer.dim}, which decides; convert with dim=0, or "
             "leave dim out"

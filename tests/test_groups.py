@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import re
 from collections.abc import Callable
 
@@ -236,3 +238,12 @@ def test_groups_without_names_may_follow() -> None:
     assert (head.weight != before).all()
     with pytest.raises(ValueError, match="param"):
         grass.GrassAdamW(model.named_parameters()).add_param_group({"params": list(head.parameters())})
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda groups: pickle.loads(pickle.dumps(groups))])
+def test_groups_can_be_copied(copied: Callable) -> None:
+    """As to pass them to another process; names that the model gave may still be missing from later groups."""
+    groups = copied(param_groups(nn.Sequential(nn.Linear(8, 8)), rank=2))
+    optimizer = GrassAdamW(groups)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4))]})
+    assert len(optimizer.param_groups) == 3

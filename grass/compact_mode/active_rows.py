@@ -52,11 +52,11 @@ class ActiveRows(nn.Module):
         return local(self.weight).detach()
 
     def matrix(self) -> Tensor:
-        """:meth:`stored` as ``(m, n)``, output features first: a view, but for experts (:meth:`as_matrix`)."""
+        """:meth:`stored` as ``(m, n)``, output features first: a view, except for experts (:meth:`as_matrix`)."""
         return self.as_matrix(self.stored())
 
     def as_matrix(self, weight: Tensor) -> Tensor:
-        """A tensor of the weight's shape as ``(m, n)``; a view, but for experts."""
+        """A tensor of the weight's shape as ``(m, n)``; a view, except for experts."""
         return weight.t() if self.stores_transposed else weight
 
     def as_stored(self, matrix: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ class SyncedRows:
         self._probed: list[Tensor] | None = None  # the probed rows when both agreed, as long as forwards look
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, whose weight is written in each step."""
+        """The content of a copy. Steps write its weight at once."""
         return {**vars(self), "late": False}
 
     def weight_stamp(self) -> Stamp | None:

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from page_tables.markdown import table
 from page_tables.source import Row, read, select, settings_of
-from page_tables.study import HORIZONS, method_name, shown
+from page_tables.study import AS_ADAMW, HORIZONS, method_name, shown
 
 COMMON = {"lr=0.012", "scale=0.25"}
 """Settings that the rows of the frontier share."""
@@ -18,14 +18,12 @@ WIDTHS = {"1m": "128", "9m-wide": "320", "28m-wide": "768"}
 """Hidden size of its models."""
 OF_THE_LAW = {"lr", "scale", "rank", "explore", "compact", "autocast"}
 """Settings in which cells of the law differ."""
-OF_ADAMW = {"update_interval", "selection", "dim", "state_policy"}
-"""Those that AdamW with two rates has besides, as Grass at full rank."""
 
 
 def is_of_the_law(values: dict[str, str]) -> bool:
-    """Whether a cell has the default options but for its rates, its fraction and its precision: r = q, or AdamW."""
+    """Whether a cell is of AdamW with two rates, or of r = q with default options; rates and precision may differ."""
     if (rank := values.get("rank", "0.25")) == "1.0":
-        return set(values) <= OF_THE_LAW | OF_ADAMW
+        return set(values) <= OF_THE_LAW | {word.partition("=")[0] for word in AS_ADAMW}
     return set(values) <= OF_THE_LAW and values.get("explore", rank) == rank
 
 

@@ -148,8 +148,8 @@ def finals() -> str:
     """The full horizon: losses of each seed, and what each method holds."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in read("cells.csv"):
-        alike = "batch_size" not in row["settings"]
-        if alike and (row["task"], row["model"], row["steps"]) == ("pretrain", "1m", "2150"):
+        of_full_batches = "batch_size" not in row["settings"]
+        if of_full_batches and (row["task"], row["model"], row["steps"]) == ("pretrain", "1m", "2150"):
             groups.setdefault((row["optimizer"], row["settings"]), []).append(row)
     header = ["", "options", "loss by seed", "mean", "mean of 90% and 100%", "state bytes", "host bytes"]
     lines = []
