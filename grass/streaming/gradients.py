@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,10 @@ from grass.private_names import at_end_of_backward, check_accumulates, gradient_
 
 
 class HostGradients:
-    """Brings gradients down and adds them to those of the parameters, in a thread of its own.
+    """Brings gradients down in a thread of its own. The thread that runs backward adds them to those of the parameters.
 
-    When ``backward()`` returns, all have arrived.
+    When ``backward()`` returns, all are added. Where it fails, those on their way are dropped: none comes after
+    ``zero_grad()``.
 
     Args:
         link: to the device.
@@ -30,13 +30,15 @@ class HostGradients:
 
     def __init__(self, link: Link, executor: Executor) -> None:
         self._link, self._executor = link, executor
-        self._going: list[Task] = []
-        self._before, self._backward = 0, -1
+        self._passes: dict[int, list[list[_OnItsWay]]] = {}  # of each backward pass that runs, by units
 
     def begin_unit(self) -> None:
         """Note that backward comes to another unit: gradients of one unit before it may still be on their way."""
-        self._wait(self._before)
-        self._before = len(self._going)
+        units = self._units()
+        while len(units) > 1:
+            self._add(units[0])
+            del units[0]
+        units.append([])
 
     def arrive(self, parameter: Tensor, there: Tensor) -> Tensor:
         """``there`` as a function of a parameter on the host: its gradient goes to the parameter.
@@ -50,49 +52,52 @@ class HostGradients:
 
     def send(self, parameter: Tensor, grad: Tensor) -> None:
         """Queue the copy of a gradient. Called in backward."""
-        self._settle_after(running_backward())
         grad = _laid_out(grad.detach(), parameter)
         mark = self._link.mark()
+        arrived: list[Tensor] = []
 
         def work() -> None:
             own = host_like(grad)
             self._link.down(grad, own, mark)
-            if parameter.grad is None:
-                parameter.grad = own
-            else:
-                parameter.grad.add_(own)
+            arrived.append(own)
 
         task = Task("gradient", "down", grad.nbytes, work=work)
-        self._going.append(task)
         self._executor.submit([task])
+        self._units()[-1].append((task, parameter, arrived))
 
-    def _settle_after(self, backward: int) -> None:
-        """Wait for all gradients when a backward has ended, and also where it fails: none comes after ``zero_grad()``.
+    def _units(self) -> list[list[_OnItsWay]]:
+        """Gradients of the backward pass that runs, by units.
 
-        Autograd drops a callback of a backward that fails, if nothing else holds it: the frames of an error's traceback
-        must not.
+        Autograd drops a callback of a pass that fails, which forgets them. That may be after the error has reached the
+        caller.
         """
-        if backward != self._backward:
-            self._backward = backward
-            last = partial(self.finish)
-            weakref.finalize(last, self._settle).atexit = False
+        running = running_backward()
+        if running not in self._passes:
+            self._passes[running] = [[]]
+            last = partial(self._finish, running)
+            weakref.finalize(last, self._passes.pop, running, None).atexit = False
             at_end_of_backward(last)
+        return self._passes[running]
 
-    def finish(self) -> None:
-        """Wait until all gradients are on the host."""
-        self._wait(len(self._going))
-        self._before = 0
+    def _finish(self, running: int) -> None:
+        for unit in self._passes[running]:
+            self._add(unit)
 
-    def _wait(self, count: int) -> None:
-        """Wait for the first gradients. If this is interrupted, they are waited for again."""
-        for task in self._going[:count]:
-            if self._executor.has(task):  # otherwise an interrupt came before it was submitted
-                self._executor.wait(task)
-        del self._going[:count]
+    @torch.no_grad()
+    def _add(self, unit: list[_OnItsWay]) -> None:
+        """Wait for gradients and add them, each once, also if this is interrupted."""
+        while unit:
+            task, parameter, arrived = unit[0]
+            self._executor.wait(task)
+            del unit[0]
+            if parameter.grad is None:
+                parameter.grad = arrived[0]
+            else:
+                parameter.grad.add_(arrived[0])
 
-    def _settle(self) -> None:
-        with suppress(RuntimeError):  # the next use of the executor raises it
-            self.finish()
+
+_OnItsWay = tuple[Task, Tensor, list[Tensor]]
+"""The copy of a gradient, the parameter that it belongs to, and what has arrived."""
 
 
 class _Arrive(torch.autograd.Function):

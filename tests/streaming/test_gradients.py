@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import grass
+from grass.private_names import at_end_of_backward
 from tests.offload.training import same
 from tests.streaming import chains
 from tests.streaming.chains import WIDTH
@@ -207,10 +208,24 @@ class FailingLinear(nn.Linear):
         return Failing.apply(y) if self.fails == "backward" else y  # type: ignore[no-any-return, no-untyped-call]
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_no_gradient_comes_after_a_backward_that_failed(where: str) -> None:
-    """A loop that catches the error and drops the gradients goes on with those of the next batch alone."""
+def test_no_gradient_comes_after_a_backward_that_failed(
+    where: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that catches the error and drops the gradients goes on with those of the next batch alone.
+
+    Autograd's thread of a device may still hold what it knows of the pass when the loop goes on (``late``).
+    """
     torch.manual_seed(0)
+    held: list[Callable[[], None]] = []
+
+    def hold(last: Callable[[], None]) -> None:
+        held.append(last)
+        at_end_of_backward(last)
+
+    if late:
+        monkeypatch.setattr("grass.streaming.gradients.at_end_of_backward", hold)
     model = chains.Chain([FailingLinear(WIDTH, WIDTH) for _ in range(4)])
     plain = copy.deepcopy(model)
     handle = grass.stream(model, "cpu", offload=grass.Offload(_bytes_per_second=1e4))  # 29 ms for a unit's gradients
