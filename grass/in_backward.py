@@ -19,7 +19,7 @@ from grass.optimizer import GrassAdamW
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded
 from grass.private_names import NO_BACKWARD, at_end_of_backward, gradient_hooks, running_backward, set_steps_with_scaler
-from grass.step_checks import check_gradient
+from grass.step_checks import check_gradients
 from grass.stepping.optimizer_step import OptimizerStep
 
 ACCUMULATED = (
@@ -136,7 +136,7 @@ class InBackward:
                 raise RuntimeError(
                     f"{name} got a gradient again before optimizer.step(), but backward has stepped it: {why}"
                 )
-            check_gradient(p, group)
+            check_gradients([{**group, "params": [p]}])
             if self._max_norm is not None:
                 self._norms.append(clip_grad_norm_([p], self._max_norm))
             if optimizer._lost.noting:

@@ -127,28 +127,23 @@ def _parameter_settings(groups: Groups, states: Mapping[Tensor, State], layers: 
 
 
 def check_gradients(groups: Groups) -> None:
-    """Apply :func:`check_gradient` to all parameters, before any of them is stepped."""
-    for group in groups:
-        for p in group["params"]:
-            check_gradient(p, group)
-
-
-def check_gradient(p: Tensor, group: dict[str, Any]) -> None:
-    """Refuse a gradient that cannot be stepped.
+    """Refuse gradients that cannot be stepped, before any parameter is.
 
     Raises:
-        TypeError: it is sparse.
-        ValueError: the parameter is sharded and its moments are to have 8 bits.
+        TypeError: one is sparse.
+        ValueError: a parameter is sharded and its moments are to have 8 bits.
     """
-    if group["moment_dtype"] == "8bit" and is_sharded(p):
-        raise ValueError(
-            "moment_dtype='8bit' cannot be sharded, because its blocks of 256 values run over rows: take 'bfloat16'"
-        )
-    if p.grad is not None and p.grad.layout != torch.strided:
-        raise TypeError(
-            f"GrassAdamW takes dense gradients, got {p.grad.layout} for a weight of {tuple(p.shape)}; "
-            "use sparse=False in the embedding or torch.optim.SparseAdam for it"
-        )
+    for group in groups:
+        if group["moment_dtype"] == "8bit" and any(map(is_sharded, group["params"])):
+            raise ValueError(
+                "moment_dtype='8bit' cannot be sharded, because its blocks of 256 values run over rows: take 'bfloat16'"
+            )
+        for p in group["params"]:
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise TypeError(
+                    f"GrassAdamW takes dense gradients, got {p.grad.layout} for a weight of {tuple(p.shape)}; "
+                    "use sparse=False in the embedding or torch.optim.SparseAdam for it"
+                )
 
 
 def _trained_by_rows(groups: Groups, layers: Layers) -> dict[int, bool]:

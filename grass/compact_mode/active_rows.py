@@ -102,10 +102,6 @@ class ActiveRows(nn.Module):
         """``[r, q]``."""
         return [self.rank, self.chosen.shape[0] - self.rank]
 
-    def parts(self, rows: Tensor) -> list[Tensor]:
-        """The entries of the selected and of the explored rows in a tensor shaped like ``active``; views."""
-        return list(rows.split_with_sizes(self.counts(), self.dim))
-
     def explored_part(self, rows: Tensor) -> Tensor:
         """The entries of the explored rows in a tensor shaped like ``active``; a view."""
         return rows.narrow(self.dim, self.rank, rows.shape[self.dim] - self.rank)

@@ -69,7 +69,7 @@ def decays_whole(step: GroupStep, rows: Rows) -> bool:
 
 def _takes_kernel(step: GroupStep, rows: Rows, triton: dict[str, bool]) -> bool:
     """Whether rows go through :func:`grass.kernels.compact_adamw_`; ``triton`` remembers which devices do."""
-    values, options = rows.stepped(), step.options
+    values, options = rows.weight if rows.values is None else rows.values, step.options
     if rows.scale is not None or type(values) is not Tensor:
         return False
     if options.moment_dtype != "float32" or (options.stochastic_rounding and is_half(values.dtype)):

@@ -39,7 +39,11 @@ def step_active(step: GroupStep, every: list[Active]) -> list[Tensor]:
     for member, layer in begun:
         if layer.scale() is not None:
             layer.write_back(step.key(member.position, member.state))
-    return _advance(step, [Trained(layer, member.state, member.position, member.grad) for member, layer in begun])
+    exchange = BankExchange.of(step.group, step.ranks, step.background)
+    trained = [Trained(layer, member.state, member.position, member.grad) for member, layer in begun]
+    chosen = advance(trained, step.options, step.ranks, lambda item: _policy(step, item, exchange))
+    exchange.finish()
+    return chosen
 
 
 def _of_stratum(member: Member, layer: CompactLayer) -> Member:
@@ -68,12 +72,13 @@ def _rows(member: Member, layer: CompactLayer) -> CompactRows:
     own, values = local(grad), local(p.detach())
     if not layer.reach:
         return CompactRows(weight, layer.chosen, layer.dim, own, values, state, index, None)
-    grads, stepped = layer.parts(own), layer.parts(values)
-    indices, others = layer.chosen.split_with_sizes(layer.counts())
+    counts, dim = layer.counts(), layer.dim
+    grads, stepped = own.split_with_sizes(counts, dim), values.split_with_sizes(counts, dim)
+    indices, others = layer.chosen.split_with_sizes(counts)
     of_others = grads[1] if own is grad else layer.explored_part(grad)  # sharded: lengths are summed over the ranks
-    factors = layer.reach, layer.gradient_scale**2, auto_scale(layer.shape[layer.dim], *layer.counts())
+    factors = layer.reach, layer.gradient_scale**2, auto_scale(layer.shape[dim], *counts)
     explored = CompactExplored(of_others, *factors, others, stepped[1])
-    return CompactRows(weight, indices, layer.dim, grads[0], stepped[0], state, index, explored)
+    return CompactRows(weight, indices, dim, grads[0], stepped[0], state, index, explored)
 
 
 def _writes(layer: CompactLayer) -> bool:
@@ -104,14 +109,6 @@ def _of_expert(rows: CompactRows, layer: ExpertRows, expert: int) -> CompactRows
     weight = layer.matrix_of(expert) if _writes(layer) else None
     own = part(rows.indices, 0) - first, dim, part(rows.grad, dim), part(rows.values, dim)
     return CompactRows(weight, *own, state, place, explored)
-
-
-def _advance(step: GroupStep, every: list[Trained]) -> list[Tensor]:
-    """Select new rows if that is due, and prepare all layers for the next forward. Returns the rows."""
-    exchange = BankExchange.of(step.group, step.ranks, step.background)
-    chosen = advance(every, step.options, step.ranks, lambda item: _policy(step, item, exchange))
-    exchange.finish()
-    return chosen
 
 
 def _policy(step: GroupStep, item: Trained, exchange: BankExchange) -> Policy:

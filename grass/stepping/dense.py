@@ -46,7 +46,7 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
     count([own.member.state for own in stepped if not step.options.is_batch(own.member.parameter)])
     for each in every:
         if decays_whole(step, each):
-            shrink_(each.stepped(), step.numbers(each.state).shrink, step.value_key(each.index, each.state))
+            shrink_(each.weight, step.numbers(each.state).shrink, step.value_key(each.index, each.state))
     step_rows(step, every)
     for each in every:
         if each.finish is not None:

@@ -77,9 +77,6 @@ class Rows(Protocol):
     def explored(self) -> Explored | None:
         """Other rows that move; ``None``: they stay."""
 
-    def stepped(self) -> Tensor:
-        """The tensor whose values are stepped."""
-
     def place(self) -> Place:
         """Where kernels find the selected rows."""
 
@@ -131,10 +128,6 @@ class DenseRows:
     index: int
     explored: DenseExplored | None
     finish: Callable[[], None] | None = None  # to call after the step
-
-    def stepped(self) -> Tensor:
-        """The weight."""
-        return self.weight
 
     def place(self) -> Place:
         """The selected rows of the weight."""
@@ -195,10 +188,6 @@ class CompactRows:
     state: State
     index: int
     explored: CompactExplored | None
-
-    def stepped(self) -> Tensor:
-        """The rows."""
-        return self.values
 
     def place(self) -> Place:
         """The rows and where they go; without a weight only the rows."""
