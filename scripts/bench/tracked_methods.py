@@ -36,6 +36,10 @@ def _peer(name: str, model: nn.Module, setting: Setting, interval: int) -> Optim
     return build_optimizer(model, OptimizerConfig(name=name, rank=setting.rank, update_interval=1))
 
 
+def _adamw8bit(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
+    return build_optimizer(model, OptimizerConfig(name="adamw8bit"))
+
+
 def _lora(model: nn.Module, setting: Setting, interval: int) -> Optimizer:
     """``peft`` on the layers that Grass converts; everything else is frozen."""
     from peft import LoraConfig, inject_adapter_in_model
@@ -82,7 +86,7 @@ def _grass(model: nn.Module, setting: Setting, interval: int, weights: str | Non
 
 BUILDERS: dict[str, Callable[[nn.Module, Setting, int], Optimizer]] = {
     "AdamW": _adamw,
-    "8-bit AdamW": partial(_peer, "adamw8bit"),
+    "8-bit AdamW": _adamw8bit,
     "LoRA": _lora,
     "GaLore": partial(_peer, "galore"),
     "Grass dense": _dense,

@@ -1,3 +1,4 @@
+import re
 import sys
 
 import pytest
@@ -38,8 +39,26 @@ def train(model, optimizer, steps=30):
 @pytest.mark.parametrize("name", EVERY)
 def test_every_optimizer_learns(model, name):
     lr = {"galore": 1e-2, "apollo": 1e-2, "adafactor": 0.3}.get(name, 3e-3)
-    losses = train(model, build_optimizer(model, OptimizerConfig(name=name, lr=lr, update_interval=5)))
+    interval = {"update_interval": 5} if name in ("grass", "galore", "apollo", "fira") else {}
+    losses = train(model, build_optimizer(model, OptimizerConfig(name=name, lr=lr, **interval)))
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("adamw", {"rank": 0.125}),
+        ("adamw8bit", {"scale": 0.5}),
+        ("adafactor", {"betas": (0.9, 0.95)}),
+        ("muon", {"rank": 64}),
+        ("galore", {"selection": "top_r"}),
+        ("fira", {"explore": 0.125}),
+    ],
+)
+def test_an_option_that_an_optimizer_does_not_read_is_an_error(name, option):
+    ((key, value),) = option.items()
+    with pytest.raises(ValueError, match=re.escape(f"Invalid {key}={value!r} with name={name!r}")):
+        OptimizerConfig(name=name, **option)
 
 
 def test_adamw_is_torch_fused(model):

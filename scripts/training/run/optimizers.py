@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,17 @@ FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 OFFLOADABLE = ("adamw", "grass")
 """Optimizers that can step in host memory."""
+
+_COMMON = frozenset({"lr", "betas", "eps", "weight_decay", "seed"})
+_LOW_RANK = _COMMON | {"rank", "update_interval", "scale"}
+READS = {
+    "adamw": _COMMON,
+    "adamw8bit": _COMMON,
+    "adafactor": frozenset({"lr", "weight_decay", "seed"}),
+    "muon": _COMMON | {"scale"},
+    **dict.fromkeys(("galore", "apollo", "fira"), _LOW_RANK),
+}
+"""Which of Grass's options the other optimizers read. ``seed`` is the run's too."""
 
 GRASS = Options()
 """The defaults of :class:`grass.GrassAdamW`."""
@@ -88,6 +99,9 @@ class OptimizerConfig:
         if not (self.rank >= 1 if isinstance(self.rank, int) else 0 < self.rank <= 1):
             raise ValueError(f"Invalid rank={self.rank}: must be an integer >= 1 or a fraction in (0, 1]")
         validate({**self.common, "dim": self.dim, **self.grass})
+        if unread := sorted(self._changed & {"rank", *DEFAULTS} - READS.get(self.name, {*DEFAULTS, "rank"})):
+            given = ", ".join(f"{field}={getattr(self, field)!r}" for field in unread)
+            raise ValueError(f"Invalid {given} with name={self.name!r}, which has no such option")
         if self.compact and (self.name != "grass" or self.replacement):
             raise ValueError(
                 f"Invalid compact=True with name={self.name}, replacement={self.replacement}: compact mode "
@@ -100,6 +114,11 @@ class OptimizerConfig:
         if not self.offload and (self.offload_masters or self.offload_path is not None):
             given = f"offload_masters={self.offload_masters}, offload_path={self.offload_path}"
             raise ValueError(f"Invalid {given}: need offload=True")
+
+    @property
+    def _changed(self) -> set[str]:
+        """The fields that have other values than their defaults."""
+        return {field.name for field in fields(self) if getattr(self, field.name) != field.default}
 
     @property
     def resumable(self) -> bool:
