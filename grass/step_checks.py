@@ -33,14 +33,14 @@ class StepChecks:
     """Compares the groups of an optimizer with what they were at the last step."""
 
     def __init__(self, groups: Groups) -> None:
-        self._settings = [declared_settings(group) for group in groups]
+        self._settings = [(group, declared_settings(group)) for group in groups]
         self._by_rows: dict[int, bool] | None = None
         self._agreement = Agreement()
 
     def add_last(self, groups: Groups, layers: Layers) -> None:
         """Take note of the last group, which was added and checked."""
         self._by_rows = _trained_by_rows(groups, layers)
-        self._settings.append(declared_settings(groups[-1]))
+        self._settings.append((groups[-1], declared_settings(groups[-1])))
 
     def before_step(
         self, groups: Groups, states: Mapping[Tensor, State], layers: Layers, ranks: Ranks, others: Mapping[str, Any]
@@ -52,14 +52,25 @@ class StepChecks:
             ValueError: a setting is out of range, must not change any more, or differs between the ranks.
             RuntimeError: something has replaced parameters since they were added, or ``DDP.join()`` is active.
         """
+        self._follow(groups)
         self._agreement.check_joining(ranks, groups)
         self.check_ranks(groups, states, layers, ranks, others)
         self._check_settings(groups, states, layers)
         self._check_parameters(groups, layers)
 
+    def _follow(self, groups: Groups) -> None:
+        """Follow a list of groups that some were taken out of, as a loop may do with any optimizer of torch."""
+        if len(groups) < len(self._settings):
+            kept, left = {id(group) for group in groups}, {id(p) for group in groups for p in group["params"]}
+            self._settings = [item for item in self._settings if id(item[0]) in kept]
+            self._by_rows = {key: by_rows for key, by_rows in (self._by_rows or {}).items() if key in left} or None
+        if len(groups) != len(self._settings):
+            raise RuntimeError("param_groups has groups that were put there by hand: call add_param_group for them")
+        self._settings = [(group, settings) for group, (_, settings) in zip(groups, self._settings, strict=True)]
+
     def _check_settings(self, groups: Groups, states: Mapping[Tensor, State], layers: Layers) -> None:
         """Check groups whose settings were changed by hand since the last step."""
-        for number, (group, before) in enumerate(zip(groups, self._settings, strict=False)):
+        for number, (group, before) in enumerate(self._settings):
             if not isinstance(group["lr"], Tensor):  # of a tensor the value may be on a device
                 check_value("lr", group["lr"])
             if (settings := declared_settings(group)) == before:
@@ -71,7 +82,7 @@ class StepChecks:
             validate(group)
             if changed - SCHEDULED:
                 validate_group(group, layers)
-            self._settings[number] = settings
+            self._settings[number] = group, settings
 
     def _check_parameters(self, groups: Groups, layers: Layers) -> None:
         """Refuse to train at full rank what was to be trained by rows."""

@@ -255,3 +255,38 @@ def test_rank_one_says_what_it_is(rank: int | float, says: bool, caplog: pytest.
 def test_rank_one_without_matrices_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     GrassAdamW([Parameter(torch.ones(6))], rank=1)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_group_that_is_taken_out_trains_no_more(compact: bool) -> None:
+    """As in any optimizer of torch: what is left trains as before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.LayerNorm(12))
+    groups: list[dict[str, Any]] = [{"params": list(part.parameters())} for part in model]
+    if compact:
+        grass.compact(model, rank=3)
+        optimizer = GrassAdamW(model)
+    else:
+        optimizer = GrassAdamW([{**groups[0], "rank": 3}, *groups[1:]])
+    trained = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
+    _step_once(model, optimizer)
+    del optimizer.param_groups[0]
+    before = {id(p): p.detach().clone() for p in model.parameters()}
+    _step_once(model, optimizer)
+    moved = {id(p) for p in model.parameters() if not torch.equal(p, before[id(p)])}
+    assert not moved & trained[0]
+    assert moved == set().union(*trained[1:])
+
+
+def test_a_group_that_was_appended_by_hand_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = GrassAdamW(model[0].parameters())
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": list(model[1].parameters())})
+    with pytest.raises(RuntimeError, match="call add_param_group"):
+        _step_once(model, optimizer)
+
+
+def _step_once(model: nn.Module, optimizer: GrassAdamW) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(3, 12 if isinstance(model[-1], nn.LayerNorm) else 4)).square().mean().backward()
+    optimizer.step()
