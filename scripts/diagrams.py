@@ -116,7 +116,7 @@ def offload_timeline() -> Figure:
     forward = [Task(name, "next forward", flops, (*by_part["end"], *by_part[name])) for name in blocks]
     spans = simulate(
         [*tasks, *forward], lambda t: t.amount / FLOPS if t.resource == "next forward" else MACHINE.seconds(t)
-    ).spans
+    )
     figure = Figure(figsize=(8, 2.8), layout="constrained")
     axes = figure.subplots()
     draw(axes, [*tasks, *forward], spans)

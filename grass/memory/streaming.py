@@ -14,7 +14,7 @@ from grass.memory.architecture import Architecture
 from grass.memory.methods import Holdings, active_index_bytes, active_sizes, scale_bytes
 from grass.memory.offloading import parameters
 from grass.memory.setting import Setting
-from grass.offload.tasks import Task, simulate
+from grass.offload.tasks import Task, makespan
 from grass.streaming.prefetch import AHEAD
 
 UNITS_OF_GRADIENTS = 2
@@ -88,7 +88,7 @@ def step_seconds(method: str, held: Holdings, model: Architecture, setting: Sett
     def seconds(task: Task) -> float:
         return task.amount / machine.compute_rate if task.resource == "compute" else machine.seconds(task)
 
-    one, two = (simulate(_steps(count, method, held, model, setting), seconds).makespan for count in (2, 3))
+    one, two = (makespan(_steps(count, method, held, model, setting), seconds) for count in (2, 3))
     return two - one
 
 

@@ -17,7 +17,7 @@ from grass.memory.setting import Setting
 from grass.memory.streaming import step_seconds, visiting
 from grass.memory.sweep import Sweep
 from grass.memory.units import format_bytes
-from grass.offload.tasks import simulate
+from grass.offload.tasks import makespan
 
 CATEGORIES = {
     "weights": "weights",
@@ -247,7 +247,7 @@ def _gb(size: int) -> str:
 def _seconds(method: str, model: Architecture, setting: Setting, machine: Machine) -> str:
     if method not in OFFLOADABLE:
         return "-"
-    return f"{simulate(step_tasks(method, model, setting), machine.seconds).makespan:,.3g}"
+    return f"{makespan(step_tasks(method, model, setting), machine.seconds):,.3g}"
 
 
 def _count(value: int | None) -> str:

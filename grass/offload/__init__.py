@@ -12,7 +12,7 @@ what               does                                                with
                                                                        changed meanwhile
 ``HostStorage``    has the memory or the files that state lies in      ``_Ending``: the files go with it
 ``Executor``       runs the tasks of a step, a thread per resource     ``Task``, three for each ``ParameterStep``;
-                                                                       ``TaskQueues``; ``Timeline`` simulates them
+                                                                       ``TaskQueues``
 ``ForwardHooks``   let the next forward wait for what it uses          ``ActiveRowsHook``, ``_Hook``;
                                                                        ``Awaited``: what they wait for
 ``rescue``         saves what it can of a step that has failed         ``Losses``

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from grass.machine.rates import RESOURCES, Machine
-from grass.offload.tasks import Task, measured_seconds, simulate
+from grass.offload.tasks import Task, makespan, measured_seconds
 
 GRID = tuple(i / 20 for i in range(21))
 TIE = 0.01
@@ -65,7 +65,7 @@ class Tuning:
 
     def predicted(self, plan: Plan) -> float | None:
         """Seconds from the first to the last task of a step; ``None`` before the second step."""
-        return None if self.machine is None else simulate(plan(self.fraction), self.machine.seconds).makespan
+        return None if self.machine is None else makespan(plan(self.fraction), self.machine.seconds)
 
     def describe(self, plan: Plan, last: Sequence[Task]) -> str:
         """The fraction, the rates, and the time of a step as predicted and as ``last`` measured it."""
@@ -93,7 +93,7 @@ def predicted(build: Plan, machine: Machine, grid: Iterable[float] = GRID) -> di
         machine: the rates.
         grid: the fractions.
     """
-    return {fraction: simulate(build(fraction), machine.seconds).makespan for fraction in grid}
+    return {fraction: makespan(build(fraction), machine.seconds) for fraction in grid}
 
 
 def best_fraction(build: Plan, machine: Machine, grid: Iterable[float] = GRID) -> float:

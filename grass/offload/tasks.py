@@ -42,24 +42,6 @@ class Task:
         return self.end is not None
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """When each task runs.
-
-    Attributes:
-        spans: start and end of each task, in seconds.
-        busy: seconds that each resource works.
-    """
-
-    spans: dict[Task, tuple[float, float]]
-    busy: dict[str, float]
-
-    @property
-    def makespan(self) -> float:
-        """The end of the last task, in seconds after the start of the schedule."""
-        return max((end for _, end in self.spans.values()), default=0.0)
-
-
 def measured_seconds(tasks: Iterable[Task]) -> float:
     """Seconds from the first start to the last end of tasks that have run."""
     spans = [(task.start, task.end) for task in tasks if task.start is not None and task.end is not None]
@@ -89,7 +71,12 @@ def check_order(tasks: Iterable[Task], known: Collection[Task] = ()) -> None:
         earlier.add(task)
 
 
-def simulate(tasks: Sequence[Task], seconds: Callable[[Task], float]) -> Timeline:
+def makespan(tasks: Sequence[Task], seconds: Callable[[Task], float]) -> float:
+    """Predict how long a schedule takes, in seconds; as :func:`simulate`."""
+    return max((end for _, end in simulate(tasks, seconds).values()), default=0.0)
+
+
+def simulate(tasks: Sequence[Task], seconds: Callable[[Task], float]) -> dict[Task, tuple[float, float]]:
     """Predict when each task runs: ``start = max(end of the task before it on its resource, ends of its `after`)``.
 
     Tasks outside the list that an executor has finished are taken to have ended before the schedule starts.
@@ -98,13 +85,15 @@ def simulate(tasks: Sequence[Task], seconds: Callable[[Task], float]) -> Timelin
         tasks: the schedule.
         seconds: how long a task takes, such as :meth:`grass.machine.rates.Machine.seconds`.
 
+    Returns:
+        Start and end of each task, in seconds after the start of the schedule.
+
     Raises:
         ValueError: as :func:`check_order` says, or ``seconds`` returns a negative number or NaN.
     """
     check_order(tasks)
     spans: dict[Task, tuple[float, float]] = {}
     free: dict[str, float] = {}
-    busy: dict[str, float] = {}
     for task in tasks:
         length = seconds(task)
         if not length >= 0:
@@ -112,8 +101,7 @@ def simulate(tasks: Sequence[Task], seconds: Callable[[Task], float]) -> Timelin
         start = max([free.get(task.resource, 0.0), *(spans[other][1] for other in task.after if other in spans)])
         spans[task] = start, start + length
         free[task.resource] = start + length
-        busy[task.resource] = busy.get(task.resource, 0.0) + length
-    return Timeline(spans, busy)
+    return spans
 
 
 @dataclass(eq=False)

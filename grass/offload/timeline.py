@@ -13,7 +13,7 @@ from grass.machine.rates import RESOURCES
 from grass.offload.tasks import Task
 
 Spans = Mapping[Task, tuple[float, float]]
-"""Start and end of tasks in seconds: :attr:`grass.offload.tasks.Timeline.spans`."""
+"""Start and end of tasks in seconds: :func:`grass.offload.tasks.simulate`."""
 
 
 def save(tasks: Iterable[Task], path: str | os.PathLike[str]) -> None:

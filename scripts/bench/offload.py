@@ -40,7 +40,7 @@ from grass.command_line import ArgumentParser
 from grass.machine.rates import RESOURCES, Machine
 from grass.memory.llama import LlamaShape, llama_config
 from grass.offload.fraction import GRID
-from grass.offload.tasks import ParameterStep, Task, measured_seconds, simulate
+from grass.offload.tasks import ParameterStep, Task, makespan, measured_seconds
 from training.run.models import build_llama
 
 FRACTIONS = (0.0, 1.0, 0.25, 0.5, 0.75)
@@ -211,13 +211,13 @@ def fractions(base: nn.Module, ids: Tensor, repeats: int) -> list[dict[str, obje
                     seconds[task.resource] += task.end - task.start
     machine = Machine(*(amounts[name] / seconds[name] for name in ("host", "down", "up", "device")))
     plan = racers[0.0].optimizer.offload.plan
-    best = min(GRID, key=lambda f: simulate(plan(f), machine.seconds).makespan)
+    best = min(GRID, key=lambda f: makespan(plan(f), machine.seconds))
     return [
         {
             "regime": "fractions",
             "contestant": f"fraction {fraction:g}",
             "tasks_ms": statistics.median(racer.tasks) * 1e3,
-            "predicted_ms": simulate(racer.optimizer.offload.plan(fraction), machine.seconds).makespan * 1e3,
+            "predicted_ms": makespan(racer.optimizer.offload.plan(fraction), machine.seconds) * 1e3,
             "best_fraction": best,
             "seq_len": ids.shape[1],
         }

@@ -16,7 +16,7 @@ from grass.machine.rates import Machine
 from grass.memory import Architecture, Setting, plan
 from grass.memory.__main__ import main
 from grass.memory.offloading import step_tasks
-from grass.offload.tasks import Task, simulate
+from grass.offload.tasks import Task, makespan
 from tests.memory.architectures import KINDS
 
 CONFIG = LlamaConfig(
@@ -84,9 +84,9 @@ def test_amounts_by_dim_and_precision(dim: int, dtype: torch.dtype) -> None:
 def test_seconds_are_those_of_the_engine(method: str, machine: Machine) -> None:
     optimizer = trained(method, SETTING)
     assert optimizer.offload is not None
-    planned = simulate(step_tasks(method, Architecture.from_config(CONFIG), SETTING), machine.seconds).makespan
-    assert planned == pytest.approx(simulate(optimizer.offload.last_tasks, machine.seconds).makespan, rel=1e-9)
-    assert planned == pytest.approx(simulate(optimizer.offload.plan(0.0), machine.seconds).makespan, rel=0.05)
+    planned = makespan(step_tasks(method, Architecture.from_config(CONFIG), SETTING), machine.seconds)
+    assert planned == pytest.approx(makespan(optimizer.offload.last_tasks, machine.seconds), rel=1e-9)
+    assert planned == pytest.approx(makespan(optimizer.offload.plan(0.0), machine.seconds), rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,9 @@ def test_trace(tmp_path):
 
 def test_trace_of_a_simulation():
     tasks = pipeline(2, 1, 3, 1)
-    timeline = simulate(tasks, lambda task: task.amount)
-    found = {
-        e["name"]: (e["ts"] / 1e6, e["dur"] / 1e6) for e in chrome_trace(tasks, spans=timeline.spans) if e["ph"] == "X"
-    }
-    assert found == {task.name: (start, end - start) for task, (start, end) in timeline.spans.items()}
+    spans = simulate(tasks, lambda task: task.amount)
+    found = {e["name"]: (e["ts"] / 1e6, e["dur"] / 1e6) for e in chrome_trace(tasks, spans=spans) if e["ph"] == "X"}
+    assert found == {task.name: (start, end - start) for task, (start, end) in spans.items()}
 
 
 def test_trace_of_a_run():
@@ -56,7 +54,7 @@ def test_plot(tmp_path, suffix):
     tasks = measured()
     plot(tasks, tmp_path / f"run.{suffix}")
     plot([], tmp_path / f"nothing.{suffix}")
-    plot(tasks[:1], tmp_path / f"simulated.{suffix}", simulate(tasks[:1], lambda task: 1).spans)
+    plot(tasks[:1], tmp_path / f"simulated.{suffix}", simulate(tasks[:1], lambda task: 1))
     assert all(path.stat().st_size > 1000 for path in tmp_path.iterdir())
 
 
