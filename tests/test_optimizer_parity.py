@@ -91,3 +91,15 @@ def test_shapes_at_full_rank(shape: tuple[int, ...], dtype: torch.dtype) -> None
     run(GrassAdamW([ours], rank=1.0, **PAPER, **HYPER), [ours], gradients)
     run(torch.optim.AdamW([theirs], **HYPER), [theirs], gradients)
     assert relative_difference(ours, theirs) < (1e-14 if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("policy", ["reset", "keep", "bank"])
+def test_rows_with_ages_of_their_own_are_as_precise_as_their_weight(policy: str) -> None:
+    """Ages are float32, which is exact; powers of them are not."""
+    ours = torch.nn.Parameter(torch.randn(8, 6, dtype=torch.float64))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    gradients = gradients_for([ours], 20)
+    options = {**PAPER, **HYPER, "state_policy": policy, "update_interval": 1000, "bank_dtype": "float32"}
+    run(GrassAdamW([ours], rank=1.0, **options), [ours], gradients)
+    run(torch.optim.AdamW([theirs], **HYPER), [theirs], gradients)
+    assert relative_difference(ours, theirs) < 1e-14

@@ -102,7 +102,7 @@ def _twin(
 ) -> None:
     wide = torch.promote_types(exp_avg.dtype, torch.float32)
     first, second = exp_avg.to(wide), exp_avg_sq.to(wide)
-    c = StepCoefficients.at(step if ages is None else ages, step_size, (beta1, beta2)).along(0)
+    c = StepCoefficients.at(step if ages is None else ages.to(wide), step_size, (beta1, beta2)).along(0)
     compact = (grad.index_select(0, indices) if gather_grad else grad).to(wide)
     old = weight.index_select(0, indices) if rows is None else rows
     new = old.to(wide, copy=rows is not None)

@@ -79,7 +79,7 @@ def _twin(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(exp_avg.dtype, torch.float32)
-    c = StepCoefficients.at(step if ages is None else ages, 1.0, (beta1, beta2)).along(0)
+    c = StepCoefficients.at(step if ages is None else ages.to(wide), 1.0, (beta1, beta2)).along(0)
     root = exp_avg_sq.to(wide).sqrt().div_(c.denominator).add_(eps).div_(c.step_size)
     direction = torch.div(exp_avg.to(wide), root, out=root)
     compact = grad if indices is None else gather(grad, indices, 0)

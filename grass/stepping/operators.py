@@ -84,6 +84,7 @@ def _coefficients(step: GroupStep, bucket: list[Numbered]) -> list[StepCoefficie
     ]
     sizes = torch.tensor([numbers.step_size for _, numbers in bucket], dtype=torch.float64, device="cpu")
     sizes = sizes.repeat_interleave(torch.tensor(counts, device="cpu"), output_size=sum(counts)).to(like)
-    every = StepCoefficients.at(torch.cat(ages), sizes, step.options.betas)
+    precise = torch.cat(ages).to(torch.promote_types(like.dtype, torch.float32))
+    every = StepCoefficients.at(precise, sizes, step.options.betas)
     parts = zip(torch.split(every.step_size, counts), torch.split(every.denominator, counts), strict=True)
     return [StepCoefficients(*part).along(rows.dim) for (rows, _), part in zip(bucket, parts, strict=True)]
