@@ -18,7 +18,7 @@ from grass.compact_mode.conversion import trainable_parameters
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import NEW, arm
-from grass.compact_mode.registry import Owner, by_active_rows, layers_of
+from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_seeds
 from grass.compact_mode.synced_rows import looks_always
 from grass.coverage import report_decay, report_rank, report_scale
 from grass.health import Health
@@ -200,7 +200,7 @@ class GrassAdamW(Optimizer):
         self.given_norms: dict[Tensor, Tensor] = {}
         self._held: list[CompactLayer] | None = []
         self._health, self._reads, self._lost = Health(), Reads(), LostUpdates()
-        self._checks = StepChecks([])
+        self._checks, self._notes_seeds = StepChecks([]), True
         self._named_by_model = isinstance(params, nn.Module)
         super().__init__(trainable_parameters(params) if isinstance(params, nn.Module) else params, as_plain(defaults))
         if isinstance(params, nn.Module):
@@ -244,7 +244,7 @@ class GrassAdamW(Optimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-        self._checks = StepChecks(self.param_groups)
+        self._checks, self._notes_seeds = StepChecks(self.param_groups), True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group after checking its values and tensors."""
@@ -349,6 +349,9 @@ class GrassAdamW(Optimizer):
         self._finish()
         layers, ranks = self.layers(), Ranks.of(self.process_group)
         self._checks.before_step(self.param_groups, self.state, layers, ranks, self._settings())
+        if self._notes_seeds:
+            note_seeds(self.param_groups, layers, self.state)
+            self._notes_seeds = False
         return OptimizerStep(self.state, layers, ranks, self._background, self.given_norms)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

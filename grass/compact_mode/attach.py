@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import Trained, adopt, advance, arm, check_rows, resume
-from grass.compact_mode.registry import Owner, layers_of
+from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_seeds
 from grass.compact_mode.synced_rows import looks_always
 from grass.coverage import report_decay
 from grass.options import SPEED_KEYS, Options, as_number, settings_of, validate
@@ -25,6 +26,8 @@ from grass.state.moments import source_rows
 from grass.state.precision import rounding_key
 from grass.state.refresh import Carry
 from grass.state.schema import State
+
+logger = logging.getLogger("grass")
 
 PLAIN = (bool, int, float, str, tuple, type(None))
 """Types of the settings of any optimizer that are the same on all ranks."""
@@ -123,6 +126,7 @@ class Attachment:
         if by := next((layer.divided_by for layer in self.layers.values() if layer.divided_by), None):
             raise ValueError(f"attach() does not take layers that {by} divides: train them with GrassAdamW")
         report_decay(optimizer.param_groups, {id(layer.active) for layer in self.layers.values()})
+        self._report_coupled_decay(optimizer)
         self.states: dict[str, State] = {}
         for name, layer in self.layers.items():
             self.states[name] = adopt(layer, {}, lambda *selections: None)
@@ -168,6 +172,10 @@ class Attachment:
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._reads.check()
+        if not any(state["step"] for state in self.states.values()):
+            self._report_lost_state()
+            groups = [{**group, "seed": self.options.seed} for group in optimizer.param_groups]
+            note_seeds(groups, by_active_rows(self.layers.values()), {})
         ranks = Ranks.of(self.process_group)
         self._agreement.check_joining(ranks, optimizer.param_groups)
         self._agreement.check(ranks, self._settings(), self._selected)
@@ -193,6 +201,26 @@ class Attachment:
             if not layer.synced.late:
                 layer.write_back(rounding_key(self.options, position, state["step"]))
         ranks.verify_selection(advance(every, self.options, ranks, self._carry_of))
+
+    def _report_coupled_decay(self, optimizer: Optimizer) -> None:
+        """Warn of weight decay that is part of the gradient: explored rows move without it."""
+        groups = [self._group_of(layer) for layer in self.layers.values() if layer.reach]
+        if any(group.get("weight_decay") and not self._is_decoupled(group) for group in groups):
+            logger.warning(
+                "Grass: weight_decay of %s is part of the gradient and does not reach explored columns: choose an "
+                "optimizer with decoupled decay, as AdamW, or convert with explore=0",
+                type(optimizer).__name__,
+            )
+
+    def _report_lost_state(self) -> None:
+        """Warn if the optimizer has state of rows, and the attachment has seen none of the steps that made it."""
+        if any(bool(value.any()) for layer in self.layers.values() for value in self._state_of_rows(layer)):
+            logger.warning(
+                "Grass: %s has state of selected columns from steps that this attachment has not seen. If it was "
+                "loaded, load what attachment.state_dict() gave too, which Trainer does not save: otherwise the state "
+                "belongs to other columns",
+                type(self.optimizer).__name__,
+            )
 
     def _settings(self) -> dict[str, Any]:
         """What ranks must agree on: the options, and the plain values in the optimizer's groups."""
@@ -228,9 +256,11 @@ class Attachment:
     def _decay_of(self, layer: CompactLayer) -> float:
         """What the optimizer's decoupled weight decay takes off a weight in each step, as a fraction."""
         group = self._group_of(layer)
-        if group.get("decoupled_weight_decay") or isinstance(self.optimizer, (torch.optim.AdamW, torch.optim.Muon)):
-            return float(group["lr"]) * float(group["weight_decay"])
-        return 0.0
+        return float(group["lr"]) * float(group["weight_decay"]) if self._is_decoupled(group) else 0.0
+
+    def _is_decoupled(self, group: dict[str, Any]) -> bool:
+        known = isinstance(self.optimizer, (torch.optim.AdamW, torch.optim.Muon))
+        return known or bool(group.get("decoupled_weight_decay"))
 
     def _explore(self, layer: CompactLayer, before: Tensor) -> None:
         """Replace the optimizer's move of explored rows by ours, and zero its state for them."""

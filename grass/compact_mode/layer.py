@@ -92,6 +92,7 @@ class CompactLayer(ActiveRows):
     sketch: Tensor | None
     signs: Tensor | None
     owner: Any = None  # grass.compact_mode.registry.Owner: the optimizer that trains the active rows
+    drawn_by: tuple[int, Any] | None = None  # seed and Owner of the optimizer that drew the rows of the last steps
     norms: Tensor | None = None
     divided_by: str | None = None  # what divides the weight among ranks and was there before the conversion
     sums_sketch = False  # whether end_sketch() returns what all ranks have gathered
@@ -344,6 +345,11 @@ class CompactLayer(ActiveRows):
         self.before_loading()
         state_dict, plain = self.storage.to_load(self, state_dict, prefix)
         arguments = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if f"{prefix}active" in state_dict and f"{prefix}weight" not in state_dict:
+            error_msgs.append(
+                f"{prefix}active comes without {prefix}weight: which columns they are is not saved with them. Load "
+                "what state_dict() returns, or by grass.load_columns a file of the columns that changed"
+            )
         super()._load_from_state_dict(*arguments)
         if f"{prefix}active" in missing_keys:
             missing_keys.remove(f"{prefix}active")

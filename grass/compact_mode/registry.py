@@ -15,15 +15,19 @@ Optimizers keep what they found. Every other step compares a few integers, whate
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from grass.compact_mode.layer import LAYERS, CompactLayer
+from grass.compact_mode.layer import LAYERS, CompactLayer, Layers
 from grass.every_optimizer import before_every_step
+from grass.state.schema import State
+
+logger = logging.getLogger("grass")
 
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 """What each optimizer looked like when it was last checked."""
@@ -128,6 +132,27 @@ class Owner:
                 f"The active rows of {layer.label!r} belong to a {type(owner).__name__} that was built later: two "
                 "optimizers would choose rows for one layer. Build one, and delete it before you build another"
             )
+
+
+def note_seeds(groups: Iterable[dict[str, Any]], layers: Layers, states: Mapping[Tensor, State]) -> None:
+    """Warn if an optimizer begins to draw rows of layers that another one with its seed has drawn before."""
+    again = None
+    for group in groups:
+        for p in group["params"]:
+            if (layer := layers.get(id(p))) is None:
+                continue
+            seed, owner = layer.drawn_by or (None, None)
+            if seed == group["seed"] and owner is not layer.owner and not states.get(p):
+                again = layer
+            layer.drawn_by = group["seed"], layer.owner
+    if again is not None and again.drawn_by is not None:
+        logger.warning(
+            "Grass: this optimizer has seed=%d, as the one that trained %r before, and draws the same %s again: those "
+            "that it did not reach stay behind. Keep one optimizer, or give each a seed of its own",
+            again.drawn_by[0],
+            again.label,
+            ("rows", "columns")[again.dim],
+        )
 
 
 def wrapped(optimizer: Optimizer) -> list[Optimizer]:

@@ -315,3 +315,37 @@ def test_rank_may_be_positional() -> None:
     grass.compact(named, rank=0.25)
     grass.compact(positional, 0.25)
     assert named[0].active.shape == positional[0].active.shape
+
+
+def test_state_that_was_loaded_without_the_attachments(caplog: pytest.LogCaptureFixture) -> None:
+    """As Trainer does, which saves the optimizer alone."""
+    model, optimizer, attachment = attached(OPTIMIZERS["AdamW"])
+    train(model, optimizer, batches(6))
+    for loads in (True, False):
+        caplog.clear()
+        again, other, theirs = attached(OPTIMIZERS["AdamW"])
+        again.load_state_dict(model.state_dict())
+        other.load_state_dict(optimizer.state_dict())
+        if loads:
+            theirs.load_state_dict(attachment.state_dict())
+        train(again, other, batches(2))
+        assert caplog.text.count("this attachment has not seen") == (not loads)
+
+
+@pytest.mark.parametrize(
+    ("make", "explore", "warns"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), None, True),
+        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), 0, False),
+        (lambda p: torch.optim.SGD(p, lr=0.1), None, False),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1, decoupled_weight_decay=True), None, False),
+        (lambda p: torch.optim.AdamW(p, weight_decay=0.1), None, False),
+    ],
+)
+def test_decay_in_the_gradient_does_not_reach_explored_rows(
+    make: Make, explore: int | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Network()
+    grass.compact(model, rank=3, explore=explore)
+    grass.attach(make([p for p in model.parameters() if p.requires_grad]), model)
+    assert ("does not reach explored columns" in caplog.text) == warns

@@ -352,3 +352,47 @@ def test_a_layer_cannot_be_left_half_selected() -> None:
     assert selections(layer) == selections(before)
     assert torch.equal(layer.active, before.active)
     assert compact_layers(layer)
+
+
+@pytest.mark.parametrize("through", ["GrassAdamW", "attach"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_second_optimizer_with_the_same_seed_draws_again(
+    through: str, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a loop with a new optimizer for each epoch: it would never reach the other columns."""
+    model, first = converted()
+    train(model, first, batches(2))
+    caplog.clear()
+    if through == "attach":
+        second = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        grass.attach(second, model, seed=seed)
+    else:
+        second = GrassAdamW(model, seed=seed)
+    train(model, second, batches(2))
+    said = [record.getMessage() for record in caplog.records if "draws the same columns again" in record.getMessage()]
+    assert len(said) == (seed == 0)
+
+
+def test_going_on_with_an_optimizer_draws_nothing_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Loaded into a new one, in a copy, and back to before its first step."""
+    model, first = converted()
+    begin = copy.deepcopy((model.state_dict(), first.state_dict()))
+    train(model, first, batches(2))
+    second = GrassAdamW(model)
+    second.load_state_dict(first.state_dict())
+    train(model, second, batches(2))
+    train(*copy.deepcopy((model, second)), batches(2))
+    model.load_state_dict(begin[0])
+    second.load_state_dict(begin[1])
+    train(model, second, batches(2))
+    assert "again" not in caplog.text
+
+
+def test_active_rows_without_their_weight_are_not_loaded() -> None:
+    model, optimizer = converted()
+    train(model, optimizer, batches(2))
+    trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"active comes without .*weight: which columns they are is not saved"):
+        model.load_state_dict(trained, strict=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if "weight" in name)
