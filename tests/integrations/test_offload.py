@@ -46,13 +46,13 @@ def test_trainer_resumes_as_the_other(tiny_llama: Build, tmp_path: Path, mode: s
 
 
 def test_the_options_of_trainer_switch_it_on(tiny_llama: Build, tmp_path: Path) -> None:
-    args = arguments(tmp_path, optim_args="offload=cpu, update_interval=3, betas=0.5", max_steps=1)
-    run = trainer(tiny_llama(), args, "compact", betas=(0.8, 0.9))
+    args = arguments(tmp_path, optim_args="offload=cpu, betas=(0.7, 0.8), update_interval=3", max_steps=1)
+    run = trainer(tiny_llama(), args, "compact")
     run.train()
     (optimizer,) = (run.optimizer.optimizer,)
     assert optimizer.offload is not None
     assert optimizer.param_groups[0]["update_interval"] == MODES["compact"]["update_interval"], "keywords win"
-    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    assert optimizer.param_groups[0]["betas"] == (0.7, 0.8)
     (state,) = logged(run, "grass_state_device_bytes", "grass_state_host_bytes")
     assert state[0] == 0 < state[1]
 
@@ -60,7 +60,9 @@ def test_the_options_of_trainer_switch_it_on(tiny_llama: Build, tmp_path: Path) 
 @pytest.mark.parametrize("text", ["offlaod=cpu", "offload", "rank=3", "offload=cpu,"])
 def test_options_of_trainer_that_are_none(tiny_llama: Build, tmp_path: Path, text: str) -> None:
     run = trainer(tiny_llama(), arguments(tmp_path, optim_args=text), "compact")
-    with pytest.raises(ValueError, match="Invalid optim_args="):
+    with pytest.raises(
+        ValueError, match="Invalid optim_args=" + (".*give rank to GrassFactory" if text == "rank=3" else "")
+    ):
         run.create_optimizer()
 
 

@@ -101,7 +101,7 @@ def check_keywords(given: Iterable[str]) -> None:
         TypeError: with the keyword, a similar one, and the list of all.
     """
     own, optimizer = signature(GrassFactory.__call__).parameters, signature(GrassAdamW).parameters
-    allowed = {*own, *optimizer, *CONVERSION, "weights"} - {"self", "model", "params", "keywords"}
+    allowed = {*own, *optimizer, *CONVERSION, "weights"} - {"self", "args", "model", "params", "keywords"}
     for name in given:
         if name not in allowed:
             close = difflib.get_close_matches(name, allowed, n=1)
@@ -122,7 +122,8 @@ def check_optim(args: TrainingArguments) -> None:
     if name != BY_PATCH and (not name.startswith("adamw_torch") or "bit" in name):
         raise ValueError(
             f"Invalid optim={name!r}: Grass brings its own optimizer, leave optim out. To train by another one, call "
-            "grass.compact(model, ...), build it and call grass.attach(optimizer, model), and pass optimizers=(...)"
+            "grass.compact(model, ...), build it and call grass.attach(optimizer, model), and pass optimizers=(...). "
+            "Trainer's checkpoints then lack the attachment: save its state_dict() too"
         )
 
 
@@ -146,13 +147,17 @@ def _from_arguments(args: TrainingArguments | None) -> dict[str, Any]:
 
 
 def _from_optim_args(text: str | None, given: set[str]) -> dict[str, Any]:
-    """``optim_args``, separated as Trainer separates them; a value that is no Python literal is a string.
+    """``optim_args``, separated by commas outside of brackets; a value that is no Python literal is a string.
 
     ``given``: arguments that keywords have instead.
     """
     found: dict[str, Any] = {}
-    for pair in text.replace(" ", "").split(",") if text else ():
+    for pair in re.split(r",(?![^(]*\))", text.replace(" ", "")) if text else ():
         name, equals, value = pair.partition("=")
+        if equals and name in given:
+            raise ValueError(
+                f"Invalid optim_args={text!r}: give {name} to GrassFactory, or in GrassTrainer(grass={{...}})"
+            )
         if not equals or name not in {*signature(GrassAdamW).parameters} - {"params", *given}:
             raise ValueError(f"Invalid optim_args={text!r}: {pair!r} is no argument of GrassAdamW with a value")
         try:
