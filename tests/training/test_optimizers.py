@@ -1,4 +1,3 @@
-import re
 import sys
 
 import pytest
@@ -55,10 +54,10 @@ def test_every_optimizer_learns(model, name):
         ("fira", {"explore": 0.125}),
     ],
 )
-def test_an_option_that_an_optimizer_does_not_read_is_an_error(name, option):
+def test_an_option_that_an_optimizer_does_not_read_is_named(name, option, model, caplog):
+    build_optimizer(model, OptimizerConfig(name=name, lr=1e-3, weight_decay=0.1, **option))
     ((key, value),) = option.items()
-    with pytest.raises(ValueError, match=re.escape(f"Invalid {key}={value!r} with name={name!r}")):
-        OptimizerConfig(name=name, **option)
+    assert f"{name} does not read {key}={value!r}\n" in caplog.text
 
 
 def test_adamw_is_torch_fused(model):

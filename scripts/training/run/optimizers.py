@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,6 +16,8 @@ from grass import GrassAdamW, Offload, compact, param_groups
 from grass.coverage import silent
 from grass.extras import optional
 from grass.options import DEFAULTS, Options, validate
+
+logger = logging.getLogger(__name__)
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 """Device types on which torch has a fused AdamW."""
@@ -99,9 +102,6 @@ class OptimizerConfig:
         if not (self.rank >= 1 if isinstance(self.rank, int) else 0 < self.rank <= 1):
             raise ValueError(f"Invalid rank={self.rank}: must be an integer >= 1 or a fraction in (0, 1]")
         validate({**self.common, "dim": self.dim, **self.grass})
-        if unread := sorted(self._changed & {"rank", *DEFAULTS} - READS.get(self.name, {*DEFAULTS, "rank"})):
-            given = ", ".join(f"{field}={getattr(self, field)!r}" for field in unread)
-            raise ValueError(f"Invalid {given} with name={self.name!r}, which has no such option")
         if self.compact and (self.name != "grass" or self.replacement):
             raise ValueError(
                 f"Invalid compact=True with name={self.name}, replacement={self.replacement}: compact mode "
@@ -116,9 +116,10 @@ class OptimizerConfig:
             raise ValueError(f"Invalid {given}: need offload=True")
 
     @property
-    def _changed(self) -> set[str]:
-        """The fields that have other values than their defaults."""
-        return {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+    def unread(self) -> list[str]:
+        """The options with other values than their defaults that this optimizer does not read."""
+        options = {"rank", *DEFAULTS} - READS.get(self.name, {"rank", *DEFAULTS})
+        return sorted(f.name for f in fields(self) if f.name in options and getattr(self, f.name) != f.default)
 
     @property
     def resumable(self) -> bool:
@@ -160,11 +161,15 @@ class OptimizerConfig:
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """The configured optimizer over the trainable parameters of ``model``.
 
-    All low-rank methods project the same weights: those that :func:`grass.param_groups` matches.
+    All low-rank methods project the same weights: those that :func:`grass.param_groups` matches. A warning names
+    options that the optimizer does not read, as ``rank`` with ``adamw``.
 
     Raises:
         ImportError: a peer's package is not installed.
     """
+    if unread := config.unread:
+        given = ", ".join(f"{option}={getattr(config, option)!r}" for option in unread)
+        logger.warning("%s does not read %s", config.name, given)
     return OPTIMIZERS[config.name](model, config)
 
 
