@@ -4,18 +4,15 @@
 what               does                                                with
 =================  ==================================================  ================================================
 ``Offload``        says what the user chooses
-``HostOptimizer``  queues a step, waits for it; has a ``Record`` of    ``Queued``: those with a gradient;
-                   each parameter                                      ``DeviceStep`` and ``Tuning``: those that the
-                                                                       device steps, and how many
+``HostOptimizer``  queues a step, waits for it; has a ``Record`` of    ``DeviceStep`` and ``Tuning``: those that the
+                   each parameter                                      device steps, and how many
 ``HostCopy``       is what the host keeps of a parameter: plain,       ``Stage``: how far a step has come;
                    ``LayerCopy``, ``MasterCopy``, ``InPlace``          ``GradientSnapshot``, ``Changed``: what has
                                                                        changed meanwhile
 ``HostStorage``    has the memory or the files that state lies in      ``_Ending``: the files go with it
 ``Executor``       runs the tasks of a step, a thread per resource     ``Task``, three for each ``ParameterStep``;
                                                                        ``TaskQueues``
-``ForwardHooks``   let the next forward wait for what it uses          ``ActiveRowsHook``, ``_Hook``;
-                                                                       ``Awaited``: what they wait for
-``rescue``         saves what it can of a step that has failed         ``Losses``
+``ForwardHooks``   let the next forward wait for what it uses          ``ActiveRowsHook``, ``_Hook``
 =================  ==================================================  ================================================
 
 The link to the device is :class:`grass.machine.link.Link`.

@@ -24,7 +24,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,30 +38,21 @@ from grass.private_names import has_compiled_call, is_compiled, prefetches
 
 Parameters = dict[Tensor, None]
 """A set in order."""
-
-
-class Awaited(Protocol):
-    """What modules wait for: :class:`grass.offload.host_optimizer.HostOptimizer`."""
-
-    def finish(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Wait for parameters."""
-
-    def settle(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Wait before they are loaded."""
-
-    def settle_values(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Wait before they are saved."""
+Use = Literal["forward", "saving", "loading"]
+"""What parameters are waited for."""
+Wait = Callable[[Iterable[Tensor], Use], None]
+"""Waits for parameters before a use: :meth:`grass.offload.host_optimizer.HostOptimizer.wait_for`."""
 
 
 class ForwardHooks:
     """Makes modules wait for their parameters.
 
     Args:
-        awaited: waits for some parameters; not kept alive.
+        wait: a method, whose object is not kept alive.
     """
 
-    def __init__(self, awaited: Awaited) -> None:
-        self._awaited = weakref.ref(awaited)
+    def __init__(self, wait: Wait) -> None:
+        self._wait = weakref.WeakMethod(wait)
         self._order: dict[Tensor, int] = {}
         self._guarded: set[Tensor] = set()
         self._parameters: set[Tensor] = set()
@@ -95,16 +86,19 @@ class ForwardHooks:
 
     def pass_by(self, number: int, *, is_block: bool) -> None:
         """Wait for a set of parameters. A block that runs takes its own from the outermost module."""
-        self._wait_for(self._sets[number])
+        self.wait_for(self._sets[number])
         if is_block:
             for p in self._sets[number]:
                 self._sets[0].pop(p, None)
 
-    def settle(self, number: int | None, *, loads: bool = False) -> None:
+    def settle(self, number: int | None, before: Use = "saving") -> None:
         """Wait for a set of parameters, or for all, before they are saved or loaded."""
-        if (awaited := self._awaited()) is not None:
-            parameters = list(self._parameters if number is None else self._sets[number])
-            (awaited.settle if loads else awaited.settle_values)(parameters)
+        self.wait_for(self._parameters if number is None else self._sets[number], before)
+
+    def wait_for(self, parameters: Iterable[Tensor], before: Use = "forward") -> None:
+        """Wait, unless the optimizer is gone."""
+        if (wait := self._wait()) is not None:
+            wait(list(parameters), before)
 
     def _found(self, module: nn.Module) -> None:
         """Guard the parameters of the outermost module of a forward, if it holds any."""
@@ -121,7 +115,7 @@ class ForwardHooks:
                 raise
         self._search.remove()
         self._search = None
-        self._wait_for(held)
+        self.wait_for(held)
 
     def _register(self, module: nn.Module, held: Parameters, blocks: list[nn.Module]) -> None:
         owners = Counter(p for submodule in module.modules() for p in submodule.parameters(recurse=False))
@@ -166,10 +160,6 @@ class ForwardHooks:
         rows = {layer.active for layer in layers if not with_rows and not is_sharded(layer.active)}
         return {p: None for p in module.parameters() if p in self._parameters and p not in rows}
 
-    def _wait_for(self, parameters: Iterable[Tensor]) -> None:
-        if (awaited := self._awaited()) is not None:
-            awaited.finish(list(parameters))
-
 
 class _Hook:
     """Waits for parameters. It does not keep the hooks alive. Copying it waits for all; the copy waits for nothing.
@@ -177,7 +167,7 @@ class _Hook:
     Args:
         hooks: what waits; ``None``, as in a copy: nothing.
         number: of the set of parameters.
-        before: what the hook comes before: ``"forward"``, ``"saving"`` or ``"loading"``.
+        before: what the hook comes before.
         is_block: whether it is the hook of a block.
         in_graph: compiled code skips this hook, because the compiled module has waited before.
     """
@@ -186,7 +176,7 @@ class _Hook:
         self,
         hooks: ForwardHooks | None = None,
         number: int = 0,
-        before: str = "forward",
+        before: Use = "forward",
         *,
         is_block: bool = False,
         in_graph: bool = False,
@@ -206,7 +196,7 @@ class _Hook:
         if self._before == "forward":
             hooks.pass_by(self._number, is_block=self._is_block)
         else:
-            hooks.settle(self._number, loads=self._before == "loading")
+            hooks.settle(self._number, self._before)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         """Modules copy their hooks first (:func:`copy_parameters_last`), so values arrive before they are copied."""
@@ -222,25 +212,25 @@ class ActiveRowsHook(Listener):
     """Waits for the active rows of a layer before the layer reads its values.
 
     Args:
-        awaited: waits for some parameters; not kept alive.
+        wait: a method, whose object is not kept alive.
 
     Attributes:
         rows: the active rows.
         guarded: whether a module around the layer waits for them, so that compiled code need not.
     """
 
-    def __init__(self, awaited: Awaited) -> None:
-        self._awaited = weakref.ref(awaited)
+    def __init__(self, wait: Wait) -> None:
+        self._wait_for = weakref.WeakMethod(wait)
         self.rows: weakref.ref[Tensor] | None = None
         self.guarded = False
 
     @classmethod
-    def watch(cls, layer: CompactLayer, awaited: Awaited) -> None:
+    def watch(cls, layer: CompactLayer, wait: Wait) -> None:
         """Let a layer wait for its active rows, as they are now, and for no others."""
         hook = cls.of(layer)
-        if hook is None or hook._awaited() is not awaited:
+        if hook is None or hook._wait_for() != wait:
             others = tuple(listener for listener in layer.listeners if listener is not hook)
-            hook = cls(awaited)
+            hook = cls(wait)
             layer.listeners = (*others, hook)
         hook.rows = weakref.ref(layer.active)
 
@@ -254,27 +244,19 @@ class ActiveRowsHook(Listener):
         if not (self.guarded and torch.compiler.is_compiling()):
             self._wait()
 
-    @torch.compiler.disable(reason="it waits for the host")  # type: ignore[no-untyped-call, untyped-decorator]
-    def _wait(self) -> None:
-        if (found := self._found()) is not None:
-            awaited, rows = found
-            awaited.finish([rows])
-
     def before_saving(self) -> None:
         """Wait, or raise an error if the values are lost."""
-        if (found := self._found()) is not None:
-            awaited, rows = found
-            awaited.settle_values([rows])
+        self._wait("saving")
 
     def before_loading(self) -> None:
         """Wait."""
-        if (found := self._found()) is not None:
-            awaited, rows = found
-            awaited.settle([rows])
+        self._wait("loading")
 
-    def _found(self) -> tuple[Awaited, Tensor] | None:
-        awaited, rows = self._awaited(), None if self.rows is None else self.rows()
-        return None if awaited is None or rows is None else (awaited, rows)
+    @torch.compiler.disable(reason="it waits for the host")  # type: ignore[no-untyped-call, untyped-decorator]
+    def _wait(self, before: Use = "forward") -> None:
+        wait, rows = self._wait_for(), None if self.rows is None else self.rows()
+        if wait is not None and rows is not None:
+            wait([rows], before)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -13,9 +13,9 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +26,14 @@ from grass.machine.link import Link
 from grass.machine.numa import prepare_thread
 from grass.offload.device_step import DeviceStep, state_bytes
 from grass.offload.executor import Executor
-from grass.offload.forward_hooks import ActiveRowsHook, ForwardHooks
+from grass.offload.forward_hooks import ActiveRowsHook, ForwardHooks, Use
 from grass.offload.fraction import Tuning
 from grass.offload.host_copies import HostCopy, InPlace, LayerCopy, MasterCopy
 from grass.offload.host_storage import HostStorage, bytes_on_host, is_on_host, note_step
 from grass.offload.options import Offload
 from grass.offload.progress import Changed, Stage, stamp_of
-from grass.offload.rescue import Losses, forget_steps, rescue, restorer
+from grass.offload.record import Record
+from grass.offload.rescue import check_states, check_values, forget_steps, rescue, restorer
 from grass.offload.tasks import ParameterStep, Task, placement, schedule
 from grass.offload.timeline import save
 from grass.options import Options
@@ -46,47 +47,6 @@ from grass.stepping.plain import is_rounded
 logger = logging.getLogger("grass")
 
 Groups = list[dict[str, Any]]
-
-
-class Queued(NamedTuple):
-    """A parameter that has a gradient, its group, its place among all parameters, and what errors call it."""
-
-    parameter: Tensor
-    group: dict[str, Any]
-    position: int
-    name: str
-
-
-@dataclass
-class Record:
-    """What is known of one parameter between steps.
-
-    Attributes:
-        by: what stepped it last: its copy on the host, or the device.
-        stamp: of the parameter after the device has stepped it; ``None`` if the host has.
-        stored: the tensors of its state that lie in :class:`HostStorage`, by key.
-        elements: values that are stepped.
-        down: bytes of the gradient.
-        up: bytes of the values that come up.
-        state: bytes of the state if the device steps, each way.
-    """
-
-    by: HostCopy | DeviceStep | None = None
-    stamp: tuple[int, int] | None = None
-    stored: dict[str, Tensor] = field(default_factory=dict)
-    elements: int = 0
-    down: int = 0
-    up: int = 0
-    state: int = 0
-
-    @property
-    def copy(self) -> HostCopy | None:
-        """The copy on the host, if that is what was stepped."""
-        return self.by if isinstance(self.by, HostCopy) else None
-
-    def forget(self) -> None:
-        """Make the next step read the parameter anew."""
-        self.by = self.stamp = None
 
 
 class HostOptimizer:
@@ -111,9 +71,8 @@ class HostOptimizer:
         self._pending: dict[Tensor, Task] = {}
         self._has_room = False
         self._storage = HostStorage(options.path)
-        self._hooks = ForwardHooks(self)
+        self._hooks = ForwardHooks(self.wait_for)
         self._tuning = Tuning(options.fraction)
-        self._losses = Losses()
 
     def step(self, groups: Groups, whole: OptimizerStep) -> None:
         """Queue the step of all parameters that have a gradient.
@@ -141,19 +100,20 @@ class HostOptimizer:
         if not self._has_room:
             self._check_room(queued, whole, host)
         chooses = whole.ranks.group is not None and any(
-            may_be_due(whole.states[p], host.options[id(group)]) for p, group, *_ in queued
+            may_be_due(whole.states[record.parameter], host.options[id(record.group)]) for record in queued
         )
         fraction = 0.0 if chooses else self._tuning.fraction  # ranks communicate in one order: in one thread
-        there = placement(fraction, [p.numel() for p, *_ in queued])
+        there = placement(fraction, [record.parameter.numel() for record in queued])
         steps = [
-            self._step_on_device(m, whole, device)
-            if is_there and not is_on_host(m[0])
-            else self._step_on_host(m, whole, host)
-            for m, is_there in zip(queued, there, strict=True)
+            self._step_on_device(record, whole, device)
+            if is_there and not is_on_host(record.parameter)
+            else self._step_on_host(record, whole, host)
+            for record, is_there in zip(queued, there, strict=True)
         ]
         self._submit(queued, steps, whole)
         everything = chooses or not self.options.overlap
-        return [p for p, *_ in queued if everything or not self._is_waited_for(p, whole)], chooses, host
+        parameters = [record.parameter for record in queued]
+        return [p for p in parameters if everything or not self._is_waited_for(p, whole)], chooses, host
 
     def finish(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Wait until parameters have the values that the last step gave them; by default all.
@@ -192,12 +152,11 @@ class HostOptimizer:
         try:
             self.finish(parameters)
         except RuntimeError:
-            if (fault := self._executor.fault) is None:
+            if self._executor.fault is None:
                 raise
             self._executor.rest()
             if self._pending:
-                steps = {p: by for p in self._pending if (by := self._records[p].by) is not None}
-                self._losses = rescue(steps, self._pending, self.link, fault)
+                rescue([self._records[p] for p in self._pending], self.link)
                 forget_steps(self._pending)
                 self._pending = {}
                 for record in self._records.values():
@@ -206,12 +165,16 @@ class HostOptimizer:
     def settle_values(self, parameters: Iterable[Tensor] | None = None) -> None:
         """As :meth:`settle`, before parameters are saved. Raises ``RuntimeError`` if the values of any are lost."""
         self.settle(parameters)
-        self._losses.check_values()
+        check_values(self._records.values(), self._executor.fault)
 
     def settle_states(self) -> None:
         """As :meth:`settle`, before state is saved. Raises ``RuntimeError`` if the state of any parameter is lost."""
         self.settle()
-        self._losses.check_states()
+        check_states(self._records.values(), self._executor.fault)
+
+    def wait_for(self, parameters: Iterable[Tensor], before: Use = "forward") -> None:
+        """Wait for parameters before they are used."""
+        {"forward": self.finish, "saving": self.settle_values, "loading": self.settle}[before](parameters)
 
     def finish_for(self, optimizer: object) -> None:
         """Let the last step of an optimizer end, although the optimizer itself is dropped."""
@@ -231,10 +194,9 @@ class HostOptimizer:
         """Move loaded state to the host; copies are made again from the parameters. An earlier fault is over."""
         if self._executor.fault is not None:
             self._executor = Executor(deadline=self.options.deadline)
-        self._losses = Losses()
         for record in self._records.values():
             record.forget()
-            record.stored = {}
+            record.stored, record.lost = {}, None
         for state in states.values():
             self._storage.to_host_(state)
 
@@ -262,53 +224,60 @@ class HostOptimizer:
     def __repr__(self) -> str:
         return f"{self.options}: {self._tuning.describe(self.plan, self._measured)}"
 
-    def _queued(self, groups: Groups, layers: dict[int, CompactLayer]) -> list[Queued]:
-        """The parameters that have a gradient, in forward order."""
+    def _queued(self, groups: Groups, layers: dict[int, CompactLayer]) -> list[Record]:
+        """The records of the parameters that have a gradient, in forward order."""
         pairs = (zip(group["params"], group.get("param_names", ()), strict=False) for group in groups)
         names = {p: str(name) for named in pairs for p, name in named}
         every = enumerate((p, group) for group in groups for p in group["params"])
-        found = {p: Queued(p, group, i, _name(p, i, layers, names)) for i, (p, group) in every if p.grad is not None}
+        with_gradient = [(i, *pair) for i, pair in every if pair[0].grad is not None]
+        found = {p: self._record(p, i, group, _name(p, i, layers, names)) for i, p, group in with_gradient}
         self._hooks.watch(found)
         return [found[p] for p in self._hooks.order(list(found))]
 
-    def _check_room(self, queued: list[Queued], whole: OptimizerStep, host: OptimizerStep) -> None:
+    def _record(self, p: Tensor, position: int, group: dict[str, Any], name: str) -> Record:
+        """The record of a parameter, made in the first step that it has a gradient in."""
+        if (record := self._records.get(p)) is None:
+            record = self._records[p] = Record(p, name, group, position)
+        record.name, record.group, record.position = name, group, position
+        return record
+
+    def _check_room(self, queued: list[Record], whole: OptimizerStep, host: OptimizerStep) -> None:
         """Before the first step, check that the host has room for copies and state."""
-        if any(is_sharded(p) for p, *_ in queued):
+        if any(is_sharded(record.parameter) for record in queued):
             self._tuning = Tuning(0.0)
         every = (
-            bytes_on_host(p, whole.layers.get(id(p)), host.options[id(group)], self.options) for p, group, *_ in queued
+            bytes_on_host(r.parameter, whole.layers.get(id(r.parameter)), host.options[id(r.group)], self.options)
+            for r in queued
         )
         self._storage.check_room(sum(every))
         self._has_room = bool(queued)
 
-    def _step_on_host(self, queued: Queued, whole: OptimizerStep, host: OptimizerStep) -> ParameterStep:
+    def _step_on_host(self, record: Record, whole: OptimizerStep, host: OptimizerStep) -> ParameterStep:
         """The step of a parameter by the host."""
-        p, group, *_, name = queued
+        p = record.parameter
         layer, link, state = whole.layers.get(id(p)), self.link(p.device), whole.states[p]
-        record, copy = self._record(p), self._host_copy(p, layer, state)
+        copy = self._host_copy(record, layer, state)
         host.states[copy.host] = state
-        _replace_parameter(copy.host, copy.layer, queued, whole, host)
-        copy.begin(link, decays_all=host.options[id(group)].decay == "all")
+        _replace_parameter(copy.host, copy.layer, record, whole, host)
+        copy.begin(link, decays_all=host.options[id(record.group)].decay == "all")
         record.elements, record.state = local(p.detach()).numel(), state_bytes(state)
         record.down, record.up = copy.bytes_down(), copy.bytes_up()
-        update = partial(self._update, host, queued, copy, record.stored)
+        update = partial(self._update, host, record, copy)
         down, up = partial(copy.take, link), partial(_give, copy, link)
-        return ParameterStep(name, False, record.elements, record.down, record.up, down, update, up)
+        return ParameterStep(record.name, False, record.elements, record.down, record.up, down, update, up)
 
-    def _update(self, host: OptimizerStep, queued: Queued, copy: HostCopy, stored: dict[str, Tensor]) -> None:
+    def _update(self, host: OptimizerStep, record: Record, copy: HostCopy) -> None:
         """Step a parameter on the host, in the executor's thread."""
-        p, group, position, _ = queued
-        prepare_thread(self.options.threads, self.options.numa, p.device)
+        prepare_thread(self.options.threads, self.options.numa, record.parameter.device)
         copy.stage = Stage.STEPPING
-        copy.step(host, group, position)
-        self._storage.store_(host.states[copy.host], stored)
+        copy.step(host, record.group, record.position)
+        self._storage.store_(host.states[copy.host], record.stored)
         copy.stage = Stage.STEPPED
 
-    def _step_on_device(self, queued: Queued, whole: OptimizerStep, device: OptimizerStep) -> ParameterStep:
+    def _step_on_device(self, record: Record, whole: OptimizerStep, device: OptimizerStep) -> ParameterStep:
         """The step of a parameter by the device."""
-        p, group, position, name = queued
+        p, group = record.parameter, record.group
         layer, link, state = whole.layers.get(id(p)), self.link(p.device), whole.states[p]
-        record = self._record(p)
         has_master, is_current = layer is None and self.options.has_master(p), record.stamp == stamp_of(p)
         step = DeviceStep(
             p,
@@ -321,17 +290,14 @@ class HostOptimizer:
         )
         record.by, record.state = step, state_bytes(state)
         self._watch(p, layer)
-        _replace_parameter(step.parameter, layer, queued, whole, device)
-        update = partial(step.step, device, group, position)
+        _replace_parameter(step.parameter, layer, record, whole, device)
+        update = partial(step.step, device, group, record.position)
         down, up = partial(step.down, link), partial(step.up, link)
-        return ParameterStep(name, True, p.numel(), record.state, record.state, down, update, up)
+        return ParameterStep(record.name, True, p.numel(), record.state, record.state, down, update, up)
 
-    def _record(self, p: Tensor) -> Record:
-        return self._records.setdefault(p, Record(elements=p.numel(), down=p.nbytes, up=p.nbytes))
-
-    def _host_copy(self, p: Tensor, layer: CompactLayer | None, state: State) -> HostCopy:
+    def _host_copy(self, record: Record, layer: CompactLayer | None, state: State) -> HostCopy:
         """The copy of a parameter, with its values."""
-        record = self._record(p)
+        p = record.parameter
         if (copy := record.copy) is None or not copy.is_current():
             self._watch(p, layer)
             has_master = layer is None and self.options.has_master(p)
@@ -356,21 +322,22 @@ class HostOptimizer:
             self.options.check_sharded(p)
         if layer is not None:
             check_sharding(layer)
-            ActiveRowsHook.watch(layer, self)
+            ActiveRowsHook.watch(layer, self.wait_for)
 
-    def _submit(self, queued: list[Queued], steps: list[ParameterStep], whole: OptimizerStep) -> None:
+    def _submit(self, queued: list[Record], steps: list[ParameterStep], whole: OptimizerStep) -> None:
         tasks, ends = self.schedule(steps)
-        changing = [p for p, *_ in queued] + [whole.layers[id(p)].weight for p, *_ in queued if id(p) in whole.layers]
-        count_writes(changing)  # now: the values come later
+        parameters = [record.parameter for record in queued]
+        layers = [whole.layers[id(p)] for p in parameters if id(p) in whole.layers]
+        count_writes(parameters + [layer.weight for layer in layers])  # now: the values come later
         for record in self._records.values():
             record.stamp = None
-        for p, *_ in queued:
-            if (copy := self._records[p].copy) is not None:
-                copy.depart()
+        for record in queued:
+            if record.copy is not None:
+                record.copy.depart()
             else:
-                self._records[p].stamp = stamp_of(p)
+                record.stamp = stamp_of(record.parameter)
         self.last_tasks = tasks
-        self._pending = {p: end for (p, *_), end in zip(queued, ends, strict=True)}
+        self._pending = dict(zip(parameters, ends, strict=True))
         for p, end in self._pending.items():
             note_step(p, partial(self._executor.wait, end))
         self._executor.submit(tasks)
@@ -406,12 +373,12 @@ def _fixed_options(group: dict[str, Any]) -> Options:
 
 
 def _replace_parameter(
-    stepped: Tensor, layer: CompactLayer | None, queued: Queued, whole: OptimizerStep, part: OptimizerStep
+    stepped: Tensor, layer: CompactLayer | None, record: Record, whole: OptimizerStep, part: OptimizerStep
 ) -> None:
     """Let a tensor be stepped in place of a parameter, with its layer and its given norms."""
-    p, group, *_ = queued
+    p = record.parameter
     whole.stepped.add(id(p))
     if layer is not None:
         part.layers[id(stepped)] = layer
-    if p in whole.given_norms and is_due(whole.states[p], part.options[id(group)]):
+    if p in whole.given_norms and is_due(whole.states[p], part.options[id(record.group)]):
         part.given_norms[stepped] = whole.given_norms.pop(p).to(stepped.device)

@@ -4,80 +4,61 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from grass.machine.link import Link
-from grass.offload.device_step import DeviceStep
-from grass.offload.host_copies import HostCopy
 from grass.offload.host_storage import is_on_host, mark_on_host
 from grass.offload.progress import Stage
-from grass.offload.tasks import Task
+from grass.offload.record import Record
 from grass.stepping.optimizer_step import OptimizerStep
 
 logger = logging.getLogger("grass")
 
 
-@dataclass
-class Losses:
-    """What a failed step has destroyed.
-
-    Attributes:
-        fault: what went wrong.
-        states: the parameters whose state was left half changed.
-        values: those whose stepped values cannot be brought to the device.
-    """
-
-    fault: str = ""
-    states: list[str] = field(default_factory=list)
-    values: list[str] = field(default_factory=list)
-
-    def check_values(self) -> None:
-        """Raise ``RuntimeError`` if values of parameters are lost."""
-        _check("values", self.values, self.fault)
-
-    def check_states(self) -> None:
-        """Raise ``RuntimeError`` if state, or values that belong to it, are lost."""
-        self.check_values()
-        _check("optimizer state", self.states, self.fault)
-
-
-def rescue(
-    steps: dict[Tensor, HostCopy | DeviceStep],
-    ends: dict[Tensor, Task],
-    link_of: Callable[[torch.device], Link],
-    fault: str,
-) -> Losses:
-    """Bring to its place what was stepped before the fault.
+def rescue(records: list[Record], link_of: Callable[[torch.device], Link]) -> None:
+    """Bring to its place what was stepped before the fault, and note what is lost.
 
     Args:
-        steps: of the parameters. No thread works on them any more, except on those of a stuck copy.
-        ends: the last task of each of them that has not arrived.
+        records: of the parameters that have not arrived. No thread works on them any more, except on those of a stuck
+            copy.
         link_of: the link to a device.
-        fault: what went wrong.
     """
-    losses = Losses(fault)
-    for p in ends:
-        step = steps[p]
+    arrived = 0
+    for record in records:
+        step = record.by
+        assert step is not None
         try:
             with torch.inference_mode(False), torch.no_grad():
-                step.rescue(link_of(p.device))
+                step.rescue(link_of(record.parameter.device))
         except Exception as error:
-            logger.warning("Grass: %s could not be brought to its place: %s", ends[p].name, repr(error))
+            logger.warning("Grass: %s could not be brought to its place: %s", record.name, repr(error))
         if step.stage is Stage.STEPPING:
-            losses.states.append(ends[p].name)
+            record.lost = "state"
         elif step.stage not in (Stage.QUEUED, Stage.ARRIVED):
-            losses.values.append(ends[p].name)
+            record.lost = "values"
+        arrived += step.stage is Stage.ARRIVED
+    lost = sum(record.lost is not None for record in records)
     logger.warning(
         "Grass: a step has failed. Of %d parameters, %d have the values before it, %d those after it, %d are lost.",
-        len(ends),
-        sum(steps[p].stage is Stage.QUEUED for p in ends),
-        sum(steps[p].stage is Stage.ARRIVED for p in ends),
-        len(losses.states) + len(losses.values),
+        len(records),
+        len(records) - arrived - lost,
+        arrived,
+        lost,
     )
-    return losses
+
+
+def check_values(records: Iterable[Record], fault: str | None) -> None:
+    """Raise ``RuntimeError`` if values of parameters are lost, after this fault."""
+    _check("values", [record.name for record in records if record.lost == "values"], fault)
+
+
+def check_states(records: Iterable[Record], fault: str | None) -> None:
+    """Raise ``RuntimeError`` if state, or values that belong to it, are lost."""
+    records = list(records)
+    check_values(records, fault)
+    _check("optimizer state", [record.name for record in records if record.lost == "state"], fault)
 
 
 def forget_steps(parameters: Iterable[Tensor]) -> None:
@@ -102,6 +83,6 @@ def restorer(whole: OptimizerStep) -> Callable[[], None]:
     return restore
 
 
-def _check(what: str, lost: list[str], fault: str) -> None:
+def _check(what: str, lost: list[str], fault: str | None) -> None:
     if lost:
         raise RuntimeError(f"A step has failed and destroyed {what}, of {', '.join(lost)}: load a checkpoint. {fault}")

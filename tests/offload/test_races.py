@@ -34,6 +34,8 @@ class LazyExecutor:
     It refuses nothing that :class:`grass.offload.executor.Executor` takes, and ends no thread: there is none.
     """
 
+    fault = None
+
     def __init__(self, data: st.DataObject | None) -> None:
         self.data = data
         self.waiting: list[Task] = []
