@@ -113,6 +113,17 @@ def test_fx_names_the_way_out() -> None:
     torch.fx.symbolic_trace(model)
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_traces_without_gradients_compute_what_the_model_does(weights: str | None) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    grass.compact(model, rank=2, weights=weights)
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert torch.equal(torch.jit.trace(model, x)(2 * x), model(2 * x))
+    with pytest.raises(TypeError, match=r"torch\.jit\.trace cannot trace the gradients.*grass\.expand"):
+        torch.jit.trace(model, x)
+
+
 @pytest.mark.parametrize("through", [lambda item: item, copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))])
 def test_a_group_without_names_beside_a_model(through: Any) -> None:
     """The names that come from a model are no reason to refuse a group that has none."""

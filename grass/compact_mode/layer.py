@@ -104,6 +104,11 @@ class CompactLayer(ActiveRows):
             raise TypeError("torch.fx cannot trace converted layers: call grass.expand(model) first")
         if is_tensor_parallel(self) and self.divided_by is None:
             raise TypeError(TENSOR_PARALLEL)
+        if torch.jit.is_tracing() and torch.is_grad_enabled():
+            raise TypeError(
+                "torch.jit.trace cannot trace the gradients of converted layers: trace under torch.no_grad(), or call "
+                "grass.expand(model) first"
+            )
         self.sync(probe=torch.is_grad_enabled())
         if self.scale() is None and not torch.is_grad_enabled():
             plain: Tensor = super().forward(x)

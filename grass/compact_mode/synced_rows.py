@@ -156,7 +156,9 @@ class SyncedRows:
             probe: compare two active rows, where looking takes time only in the first few calls.
         """
         layer.arrive()
-        if torch.compiler.is_compiling() or (self.sharded and not self.empty and not is_sharded(layer.weight)):
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return
+        if self.sharded and not self.empty and not is_sharded(layer.weight):
             return
         if self._pending:
             self._write_pending(layer)
