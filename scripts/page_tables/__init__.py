@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "law_full": partial(exploring.law, "2150"),
     "starting_rates": exploring.starting_rates,
     "balanced": exploring.balanced,
+    "patched": exploring.patched,
     "sharing": exploring.sharing,
     "adapters": finetuning.adapters,
     "sweep_search": sweep.search,

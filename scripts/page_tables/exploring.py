@@ -234,6 +234,15 @@ def balanced() -> str:
     return table(["r = q", "precision", "columns are selected by", "loss by seed", "mean"], cells)
 
 
+def patched() -> str:
+    """Losses at the full horizon of patches that are not part of the package, beside the package's, by seed."""
+    losses: dict[tuple[str, str], list[str]] = {}
+    for row in read("patched.csv"):
+        losses.setdefault((row["what"], row["update_interval"]), []).append(f"{float(row['loss_100']):.3f}")
+    cells = ([what, interval, " ".join(values)] for (what, interval), values in losses.items())
+    return table(["what", "`update_interval`", "loss by seed"], cells)
+
+
 def sharing() -> str:
     """Losses of layers that draw the same columns, beside those of layers that draw by themselves."""
     losses: dict[tuple[str, str], list[str]] = {}
