@@ -33,6 +33,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from grass.compact_mode.active_rows import ActiveRows
 from grass.compact_mode.linear_function import CompactLinearFunction, saved_columns
@@ -104,7 +105,7 @@ class CompactLayer(ActiveRows):
             raise TypeError("torch.fx cannot trace converted layers: call grass.expand(model) first")
         if is_tensor_parallel(self) and self.divided_by is None:
             raise TypeError(TENSOR_PARALLEL)
-        if torch.jit.is_tracing() and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and is_tracing():  # type: ignore[no-untyped-call]
             raise TypeError(
                 "torch.jit.trace cannot trace the gradients of converted layers: trace under torch.no_grad(), or call "
                 "grass.expand(model) first"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from grass.parallel.shards import is_sharded
 
@@ -156,7 +157,7 @@ class SyncedRows:
             probe: compare two active rows, where looking takes time only in the first few calls.
         """
         layer.arrive()
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or is_tracing():  # type: ignore[no-untyped-call]
             return
         if self.sharded and not self.empty and not is_sharded(layer.weight):
             return
