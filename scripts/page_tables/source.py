@@ -27,6 +27,10 @@ ALIASES = {
     "@wide-16-auto": "task=pretrain & model=28m-wide & "
     "settings=lr=0.012 rank=0.0625 scale=0.125 explore=0.0625 compact=True",
     "@wide-16": "task=pretrain & model=28m-wide & settings=lr=0.012 rank=0.0625 scale=0.25 explore=0.0625 compact=True",
+    "@long-wide-8": "task=pretrain & model=9m-wide & settings=lr=0.012 rank=0.09375 update_interval=100 scale=0.125 "
+    "selection=balanced explore=0.03125 compact=True",
+    "@long-wide-two-rates": "task=pretrain & model=9m-wide & settings=lr=0.012 rank=1.0 update_interval=1000000 "
+    "scale=0.03125 selection=top_r dim=auto state_policy=reset explore=0",
     "@galore": f"{PRETRAIN} & optimizer=galore & settings=lr=0.012 update_interval=50",
     "@apollo": f"{PRETRAIN} & optimizer=apollo & settings=lr=0.012 update_interval=50",
     "@bank": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 update_interval=25 scale=0.25 "
