@@ -38,14 +38,15 @@ class Record:
     by: HostCopy | DeviceStep | None = None
     stamp: tuple[int, int] | None = None
     stored: dict[str, Tensor] = field(default_factory=dict)
-    elements: int = 0
-    down: int = 0
-    up: int = 0
+    elements: int = field(init=False)
+    down: int = field(init=False)
+    up: int = field(init=False)
     state: int = 0
     lost: Literal["state", "values"] | None = None
 
     def __post_init__(self) -> None:
-        self.elements, self.down, self.up = self.parameter.numel(), self.parameter.nbytes, self.parameter.nbytes
+        self.elements = self.parameter.numel()
+        self.down = self.up = self.parameter.nbytes
 
     @property
     def copy(self) -> HostCopy | None:

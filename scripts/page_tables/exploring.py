@@ -218,17 +218,9 @@ def _plain(rate: float) -> str:
 
 def balanced() -> str:
     """Losses of columns that take turns, beside those of columns that are drawn anew at each refresh, by seed."""
-    losses: dict[tuple[str, str, str], list[float]] = {}
-    for row in read("balanced.csv"):
-        losses.setdefault((row["fraction"], row["precision"], row["selection"]), []).append(float(row["loss_100"]))
+    losses = _losses("balanced.csv", "fraction", "precision", "selection")
     cells = (
-        [
-            f"{Fraction(fraction)} n",
-            precision,
-            f"`{rule}`",
-            " ".join(f"{v:.3f}" for v in values),
-            f"{fmean(values):.3f}",
-        ]
+        [f"{Fraction(fraction)} n", precision, f"`{rule}`", _by_seed(values), f"{fmean(values):.3f}"]
         for (fraction, precision, rule), values in losses.items()
     )
     return table(["r = q", "precision", "columns are selected by", "loss by seed", "mean"], cells)
@@ -236,17 +228,25 @@ def balanced() -> str:
 
 def patched() -> str:
     """Losses at the full horizon of patches that are not part of the package, beside the package's, by seed."""
-    losses: dict[tuple[str, str], list[str]] = {}
-    for row in read("patched.csv"):
-        losses.setdefault((row["what"], row["update_interval"]), []).append(f"{float(row['loss_100']):.3f}")
-    cells = ([what, interval, " ".join(values)] for (what, interval), values in losses.items())
+    losses = _losses("patched.csv", "what", "update_interval")
+    cells = ([what, interval, _by_seed(values)] for (what, interval), values in losses.items())
     return table(["what", "`update_interval`", "loss by seed"], cells)
 
 
 def sharing() -> str:
     """Losses of layers that draw the same columns, beside those of layers that draw by themselves."""
-    losses: dict[tuple[str, str], list[str]] = {}
-    for row in read("sharing.csv"):
-        losses.setdefault((row["fraction"], row["drawn"]), []).append(f"{float(row['loss']):.3f}")
-    cells = ([f"{Fraction(fraction)} n", drawn, " ".join(values)] for (fraction, drawn), values in losses.items())
+    losses = _losses("sharing.csv", "fraction", "drawn", of="loss")
+    cells = ([f"{Fraction(fraction)} n", drawn, _by_seed(values)] for (fraction, drawn), values in losses.items())
     return table(["r = q", "columns are drawn by", "loss"], cells)
+
+
+def _losses(name: str, *keys: str, of: str = "loss_100") -> dict[tuple[str, ...], list[float]]:
+    """The losses of a CSV that agree in these columns, in the order of its rows."""
+    losses: dict[tuple[str, ...], list[float]] = {}
+    for row in read(name):
+        losses.setdefault(tuple(row[key] for key in keys), []).append(float(row[of]))
+    return losses
+
+
+def _by_seed(losses: list[float]) -> str:
+    return " ".join(f"{loss:.3f}" for loss in losses)

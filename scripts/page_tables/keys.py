@@ -17,8 +17,8 @@ KEYS = {
     "13b-adamw-gb": ("memory.csv: model=13b & method=AdamW: peak_gb", ".1f"),
     "long-loss-quarter": ("cells.csv: @compact-4 & 2150: mean loss_100", ".3f"),
     "long-loss-eighth": ("cells.csv: @compact-8 & 2150: mean loss_100", ".3f"),
-    "wide-long-loss": ("cells.csv: @long-wide-8 & 2150: loss_100", ".3f"),
-    "wide-long-loss-adamw": ("cells.csv: @long-wide-two-rates & 2150: loss_100", ".3f"),
+    "long-wide-loss": ("cells.csv: @long-wide-8 & 2150: loss_100", ".3f"),
+    "long-wide-loss-adamw": ("cells.csv: @long-wide-two-rates & 2150: loss_100", ".3f"),
     "long-loss-adamw-two-rates": ("cells.csv: @two-rates & 2150: mean loss_100", ".3f"),
     "long-loss-adamw": ("cells.csv: @adamw & 2150: mean loss_100", ".3f"),
 }
