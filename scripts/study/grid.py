@@ -28,7 +28,16 @@ CURVE_POINTS = 10
 NOT_SETTINGS = frozenset({"name", "seed"})
 """Fields of an :class:`OptimizerConfig` that have a column of their own in the results."""
 
-OF_THE_CELL = ("clip", "autocast", "final_lr", "batch_size", "adapter", "adapter_rank", "only_projected")
+OF_THE_CELL = (
+    "clip",
+    "autocast",
+    "bf16_weights",
+    "final_lr",
+    "batch_size",
+    "adapter",
+    "adapter_rank",
+    "only_projected",
+)
 """Settings of a :class:`Cell` itself; methods and studies may have them too."""
 
 BASE_MODEL = "1m"
@@ -82,6 +91,7 @@ class Cell:
         optimizer: and its hyperparameters; its own ``seed`` is that of the cell.
         clip: largest norm of the gradient; 0 does not clip.
         autocast: compute in bfloat16, in pretraining. ``False`` suits CPUs without instructions for it.
+        bf16_weights: in pretraining, weights are stored in bfloat16, as by the recipes. Needs ``autocast=False``.
         final_lr: in pretraining, learning rate of the last step, as a share of the peak.
         batch_size: in pretraining, sequences of a step; ``None``: the grid's.
         adapter: in finetuning, one of :data:`training.finetune.run.ADAPTERS`, which AdamW trains.
@@ -96,6 +106,7 @@ class Cell:
     optimizer: OptimizerConfig
     clip: float = 1.0
     autocast: bool = True
+    bf16_weights: bool = False
     final_lr: float = 0.1
     batch_size: int | None = None
     adapter: str | None = None
@@ -113,9 +124,11 @@ class Cell:
             raise ValueError(f"Invalid steps={self.steps}: must be a positive multiple of {CURVE_POINTS}")
         if self.clip < 0:
             raise ValueError(f"Invalid clip={self.clip}: must be >= 0, where 0 does not clip")
-        for name in ("autocast", "final_lr", "batch_size"):
+        for name in ("autocast", "bf16_weights", "final_lr", "batch_size"):
             if self.task != "pretrain" and (value := getattr(self, name)) != getattr(Cell, name):
                 raise ValueError(f"Invalid {name}={value} for task={self.task}: only pretraining takes it")
+        if self.bf16_weights and self.autocast:
+            raise ValueError("Invalid bf16_weights=True with autocast=True: autocast is for float32 weights")
         self._check_finetuning()
         if self.seed != self.optimizer.seed:
             raise ValueError(f"Invalid seed={self.optimizer.seed} of the optimizer in a cell with seed={self.seed}")

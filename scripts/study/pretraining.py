@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from grid import CURVE_POINTS, Cell
 from results import CURVE
 
@@ -26,7 +27,8 @@ def pretrain(cell: Cell, data_config: DataConfig) -> dict[str, Any] | None:
     """Train; the values of the cell's row, or ``None`` if a signal stopped it before the last step."""
     data = load_data(replace(data_config, seed=cell.seed, batch_size=cell.batch_size or data_config.batch_size))
     config = llama_config(cell.model, vocab_size=data.vocab_size, max_seq_len=data_config.seq_len)
-    model = build_llama(config, seed=cell.seed)
+    dtype = torch.bfloat16 if cell.bf16_weights else torch.float32
+    model = build_llama(config, seed=cell.seed, dtype=dtype)
     interval = cell.steps // CURVE_POINTS
     with tempfile.TemporaryDirectory() as out:
         train_config = TrainConfig(

@@ -44,6 +44,7 @@ def test_seed_reaches_the_row_selection(grid_file):
             "task: translate",
             "Unknown task 'translate'; available: pretrain, classify, instruct, facts",
         ),
+        ("lr: 0.01, betas", "bf16_weights: true, lr: 0.01, betas", "bf16_weights=True with autocast=True"),
         ("task: classify", "task: classify, model: 9m", "model=9m for task=classify: finetuning starts from 1m"),
         ("  classify:", "  pretrain:", "Unknown pretrain in finetuning; allowed: classify, facts, instruct"),
         ("max_length: 16", "length: 16", "Unknown length in FinetuneConfig"),

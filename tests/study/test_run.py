@@ -38,6 +38,14 @@ def test_a_cell_trains_and_reports(grid_file):
     assert pretrain(grid.cells[3], grid.data) == grass
 
 
+def test_weights_in_bfloat16(grid_file):
+    grid = load_grid(grid_file)
+    cell = dataclasses.replace(grid.cells[1], autocast=False)
+    half = pretrain(dataclasses.replace(cell, bf16_weights=True), grid.data)
+    assert half["gradient_bytes"] == pretrain(cell, grid.data)["gradient_bytes"] // 2
+    assert 2 < float(half["loss_100"]) < float(half["loss_10"]) < 6
+
+
 def test_gradients_far_below_eps_move_nothing(grid_file):
     grid = load_grid(grid_file)
     values = pretrain(dataclasses.replace(grid.cells[1], clip=1e-12), grid.data)
