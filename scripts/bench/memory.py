@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from memory_tracking import track
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -29,6 +30,7 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("Grass", {"selection": "multinomial_norm"}, True),
     ("Grass", {"explore": 0}, False),
     ("Grass", {"checkpointing": False, "chunk_tokens": 0}, False),
+    ("Grass", {"rank": 1 / 8, "explore": 1 / 32, "active_dtype": torch.bfloat16, "moment_dtype": "8bit"}, False),
     ("Grass int8", {"moment_dtype": "8bit"}, False),
     ("Grass int8", {"moment_dtype": "8bit", "selection": "multinomial_norm"}, True),
     ("AdamW", {}, False),
@@ -57,6 +59,7 @@ def row(size: str, method: str, setting: Setting, refresh: bool) -> dict[str, ob
         "checkpointing": setting.checkpointing,
         "chunk_tokens": setting.chunk_tokens,
         "policy": setting.state_policy,
+        "rows": str(setting.active_dtype).removeprefix("torch."),
         "moments": setting.moment_dtype,
         "refresh": refresh,
         **{f"{name}_gb": value / 1e9 for name, value in measured._asdict().items()},

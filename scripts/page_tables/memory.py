@@ -93,23 +93,43 @@ def saved_activations() -> str:
     return table(["r = q", "inputs of linear layers", "the whole block"], cells)
 
 
-SHARES = (1 / 4, 1 / 8, 1 / 16, 1 / 20, 1 / 32)
-"""Selected columns, and as many explored ones."""
+SHARES = (
+    (1 / 4, 1 / 4),
+    (1 / 4, 1 / 16),
+    (1 / 8, 1 / 8),
+    (1 / 8, 1 / 32),
+    (1 / 16, 1 / 16),
+    (1 / 20, 1 / 20),
+    (1 / 32, 1 / 32),
+)
+"""Selected and explored columns of all."""
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32 rows and moments": {"active_dtype": torch.float32},
+    "bfloat16 rows": {"active_dtype": torch.bfloat16},
+    "bfloat16 rows, 8-bit moments": {"active_dtype": torch.bfloat16, "moment_dtype": "8bit"},
+}
+"""Of active rows and moments."""
 
 
 def planned_shares() -> str:
-    """Gigabytes that the planner gives for shares of the columns, beside AdamW."""
+    """Gigabytes that the planner gives for shares of the columns and precisions, beside AdamW."""
     models = {size: load_architecture(size) for size in ("7b", "13b")}
-    rows = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    header = ["", *(f"{size.upper()}, {name} rows" for size in models for name in rows)]
+    header = ["r / n", "q / n", *(f"{size.upper()}, {name}" for size in models for name in PRECISIONS)]
 
-    def gigabytes_of(method: str, **options: Any) -> list[str]:
-        plans = (plan(method, m, Setting(active_dtype=rows[name], **options)) for m in models.values() for name in rows)
-        return [f"{planned.total / 1e9:.1f}" for planned in plans]
+    def gigabytes_of(method: str, **shares: float) -> list[str]:
+        settings = [Setting(**shares, **precision) for precision in PRECISIONS.values()]
+        return [f"{plan(method, m, setting).total / 1e9:.1f}" for m in models.values() for setting in settings]
 
-    names = {share: f"Grass, r = q = {Fraction(share).limit_denominator(64)} n" for share in SHARES}
-    lines = [[names[share], *gigabytes_of("Grass", rank=share)] for share in SHARES]
-    lines += [[name, *gigabytes_of(method)] for name, method in ADAMW.items()]
+    lines = [
+        [
+            *(str(Fraction(share).limit_denominator(64)) for share in shares),
+            *gigabytes_of("Grass", rank=shares[0], explore=shares[1]),
+        ]
+        for shares in SHARES
+    ]
+    for name, method in ADAMW.items():
+        totals = [f"{plan(method, m, Setting()).total / 1e9:.1f}" for m in models.values()]
+        lines.append([name, "", *(cell for total in totals for cell in (total, "", ""))])
     return table(header, lines)
 
 
