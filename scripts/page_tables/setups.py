@@ -83,14 +83,14 @@ def setups() -> str:
         found = plan(method, model, setting)
         gpu = re.findall(r"_(\d+)gb", recipe.stem)[0]
         grass = args.optimizer == "grass"
-        rank, hidden = args.rank, config.hidden_size
-        factor = auto_scale(hidden, rank, rank) if grass else 1.0
+        columns, hidden = (args.rank, args.explore), config.hidden_size
+        factor = auto_scale(hidden, *columns) if grass else 1.0
         rows.append(
             [
                 args.model.upper(),
                 f"{gpu} GB",
                 f"`{recipe.name}`",
-                f"{rank} of {hidden:,}" if grass else "AdamW, all",
+                f"{columns[0]:,} + {columns[1]} of {hidden:,}" if grass else "AdamW, all",
                 f"{args.lr * factor:.1g}" if factor != 1 else f"{args.lr:g}",
                 f"{found.total / 1e9:.0f} GB",
                 f"{found.on_host / 1e9:.0f} GB" if found.on_host else "",
@@ -98,5 +98,5 @@ def setups() -> str:
             ]
         )
     order = sorted(rows, key=lambda row: (float(row[0].split("B")[0]), int(row[1].split()[0])))
-    heads = ["LLaMA", "GPU", "recipe", "r = q", "rate of linear layers", "planned", "host memory", "days"]
+    heads = ["LLaMA", "GPU", "recipe", "r + q", "rate of linear layers", "planned", "host memory", "days"]
     return table(heads, order)

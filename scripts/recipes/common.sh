@@ -1,12 +1,13 @@
 # Sourced by the recipes: `pretrain FLAGS...` runs scripts/pretrain.py on C4, which is streamed, with what they share.
-# `pretrain_grass FLAGS...` does so with Grass in compact mode.
+# `pretrain_grass FLAGS...` does so with Grass in compact mode, `pretrain_offloaded FLAGS...` with float32 moments on the host.
 # With --smoke among the flags, the same path on the embedded corpus with a model of four small layers.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 
-# Grass runs with its defaults: as many columns are explored as --rank selects, and without --offload nothing is kept on
-# the host.
+# In long runs the loss goes with the number of columns that have moments (docs/quality.md). So moments have 8 bits, or lie on
+# the host, active rows have the weights' precision and are rounded stochastically, and --rank takes what that saves: four
+# columns are selected for each that is explored.
 # The learning rate is one for AdamW at these sizes; by scale="auto" projected weights have n / (r + q) times as much. That factor is
 # extrapolated from models of a million parameters (docs/quality.md); at these sizes nothing has been tuned.
 training=(
@@ -14,10 +15,11 @@ training=(
     --lr 5e-4 --clip 1.0
     --seq-len 2048 --steps 100000 --warmup 2000 --eval-every 1000 --save-every 1000
 )
-grass=(--optimizer grass --compact --active-dtype float32)
+grass=(--optimizer grass --compact --active-dtype bfloat16 --stochastic-rounding --moment-dtype 8bit)
+offloaded=(--optimizer grass --compact --active-dtype bfloat16 --stochastic-rounding --offload)
 c4=(--dataset allenai/c4 --subset en --tokenizer t5-base)
 smoke=(
-    --model "${smoke_model:-1m}" --rank 16 --seq-len 64 --batch-size 2 --accumulate 2 --chunked-loss 48 --update-interval 2
+    --model "${smoke_model:-1m}" --rank 16 --explore 4 --seq-len 64 --batch-size 2 --accumulate 2 --chunked-loss 48 --update-interval 2
     --steps 4 --warmup 1 --eval-blocks 2 --eval-every 4 --log-every 1 --save-every 4
 )
 
@@ -35,4 +37,8 @@ pretrain() {
 
 pretrain_grass() {
     pretrain "${grass[@]}" "$@"
+}
+
+pretrain_offloaded() {
+    pretrain "${offloaded[@]}" "$@"
 }

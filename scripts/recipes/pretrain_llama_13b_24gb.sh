@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# LLaMA 13B from scratch on one GPU of 24 GB: int8 weights, float32 active rows, 8-bit moments.
+# LLaMA 13B from scratch on one GPU of 24 GB: int8 weights, active rows in bfloat16, moments of 8 bits.
 #
 #     scripts/recipes/pretrain_llama_13b_24gb.sh [--smoke] [--resume] [--out DIRECTORY] [other flags of scripts/pretrain.py]
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-pretrain_grass --out runs/llama_13b_24gb --model 13b --rank 160 --weights int8 --moment-dtype 8bit --batch-size 1 --accumulate 256 "$@"
+pretrain_grass --out runs/llama_13b_24gb --model 13b --rank 448 --explore 112 --weights int8 --batch-size 1 --accumulate 256 "$@"
