@@ -135,6 +135,7 @@ def test_the_law_has_no_cells_with_other_options():
     is_of_the_law = sys.modules["page_tables.exploring"].is_of_the_law
     plain = {"lr": "0.012", "scale": "0.5", "rank": "0.0625", "explore": "0.0625", "compact": "True"}
     assert is_of_the_law(plain)
+    assert not is_of_the_law({key: value for key, value in plain.items() if key != "compact"})  # dense mode
     assert not is_of_the_law(plain | {"selection": "balanced", "update_interval": "100"})
     adamw = {"lr": "0.012", "scale": "0.125", "rank": "1.0", "update_interval": "1000000", "selection": "top_r"}
     assert is_of_the_law(adamw | {"dim": "auto", "state_policy": "reset", "explore": "0"})

@@ -21,10 +21,10 @@ OF_THE_LAW = {"lr", "scale", "rank", "explore", "compact", "autocast"}
 
 
 def is_of_the_law(values: dict[str, str]) -> bool:
-    """Whether a cell is of AdamW with two rates, or of r = q with default options; rates and precision may differ."""
+    """Whether a cell is of AdamW with two rates, or of compact mode, r = q, with default options but rate and precision."""
     if (rank := values.get("rank", "0.25")) == "1.0":
         return set(values) <= OF_THE_LAW | {word.partition("=")[0] for word in AS_ADAMW}
-    return set(values) <= OF_THE_LAW and values.get("explore", rank) == rank
+    return "compact" in values and set(values) <= OF_THE_LAW and values.get("explore", rank) == rank
 
 
 def frontier() -> str:

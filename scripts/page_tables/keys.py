@@ -3,7 +3,6 @@
 _STATE, _GRADIENTS = "mean state_bytes", "mean gradient_bytes"
 _OURS, _ADAMW = "@wide-16-auto & 270", "@wide-two-rates & 270"
 _TIME = "speed_wide.csv: rank=0.0625"
-_MEMORY = "explore=as rank & policy=keep & moments=float32 & checkpointing=True & refresh=False"
 
 KEYS = {
     "loss": (f"cells.csv: {_OURS}: mean loss_100", ".3f"),
@@ -13,12 +12,14 @@ KEYS = {
     "step-time": (f"[{_TIME} & method=grass compact: step_ms] / [{_TIME} & method=adamw: step_ms]", ".2f"),
     "mb": (f"([cells.csv: {_OURS}: {_STATE}] + [cells.csv: {_OURS}: {_GRADIENTS}]) / 1000000", ".0f"),
     "adamw-mb": (f"([cells.csv: {_ADAMW}: {_STATE}] + [cells.csv: {_ADAMW}: {_GRADIENTS}]) / 1000000", ".0f"),
-    "13b-gb": (f"memory.csv: model=13b & method=Grass & {_MEMORY}: peak_gb", ".1f"),
+    "13b-gb": ("memory.csv: model=13b & method=Grass & explore=0.03125: peak_gb", ".1f"),
     "13b-adamw-gb": ("memory.csv: model=13b & method=AdamW: peak_gb", ".1f"),
     "long-loss-quarter": ("cells.csv: @compact-4 & 2150: mean loss_100", ".3f"),
     "long-loss-eighth": ("cells.csv: @compact-8 & 2150: mean loss_100", ".3f"),
-    "long-wide-loss": ("cells.csv: @long-wide-8 & 2150: loss_100", ".3f"),
+    "long-wide-loss-quarter": ("cells.csv: @long-wide-4 & 2150: loss_100", ".3f"),
     "long-wide-loss-adamw": ("cells.csv: @long-wide-two-rates & 2150: loss_100", ".3f"),
+    "bytes-loss": ("cells.csv: @bytes-8bit & 2150: loss_100", ".3f"),
+    "bytes-float32-loss": ("cells.csv: @bytes-float32 & 2150: loss_100", ".3f"),
     "long-loss-adamw-two-rates": ("cells.csv: @two-rates & 2150: mean loss_100", ".3f"),
     "long-loss-adamw": ("cells.csv: @adamw & 2150: mean loss_100", ".3f"),
 }

@@ -21,6 +21,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "sketch": ("Grass", "checkpointing=True & refresh=True"),
     "explore=0": ("Grass", f"{USUAL} & explore=0"),
     "not checkpointed": ("Grass", "checkpointing=False"),
+    "n/8, 8-bit": ("Grass", f"{USUAL} & explore=0.03125"),
     "int8": ("Grass int8", USUAL),
     "int8, sketch": ("Grass int8", "checkpointing=True & refresh=True"),
     "AdamW": ("AdamW", USUAL),
@@ -50,7 +51,7 @@ def memory() -> str:
     """AdamW against Grass, by category; host memory where the CSV has it."""
     with_host = "host_gb" in read("memory.csv")[0]
     header = ["", "AdamW", "Grass: weights and active rows", "gradients", "state"]
-    header += [*(["host"] if with_host else []), "**peak**", "planned", "int8, 8-bit state"]
+    header += [*(["host"] if with_host else []), "**peak**", "planned", "int8, 8-bit state", "n/8, 8-bit state"]
     rows = []
     for size in SIZES:
         grass = case(size, "Grass")
@@ -58,7 +59,7 @@ def memory() -> str:
         values = [gigabytes(grass[name]) for name in names]
         rows.append([f"LLaMA {size}", gigabytes(case(size, "AdamW")["peak_gb"]), *values])
         rows[-1] += [f"**{gigabytes(grass['peak_gb'])}**", gigabytes(grass["planned_peak_gb"])]
-        rows[-1] += [gigabytes(case(size, "int8")["peak_gb"])]
+        rows[-1] += [gigabytes(case(size, other)["peak_gb"]) for other in ("int8", "n/8, 8-bit")]
     return table(header, rows)
 
 

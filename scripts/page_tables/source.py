@@ -27,8 +27,14 @@ ALIASES = {
     "@wide-16-auto": "task=pretrain & model=28m-wide & "
     "settings=lr=0.012 rank=0.0625 scale=0.125 explore=0.0625 compact=True",
     "@wide-16": "task=pretrain & model=28m-wide & settings=lr=0.012 rank=0.0625 scale=0.25 explore=0.0625 compact=True",
-    "@long-wide-8": "task=pretrain & model=9m-wide & settings=lr=0.012 rank=0.09375 update_interval=100 scale=0.125 "
+    "@long-wide-8": "task=pretrain & model=9m-wide & settings=lr=0.012 rank=0.09375 update_interval=100 scale=0.25 "
     "selection=balanced explore=0.03125 compact=True",
+    "@long-wide-4": "task=pretrain & model=9m-wide & "
+    "settings=lr=0.012 rank=0.125 scale=0.125 explore=0.125 compact=True",
+    "@bytes-8bit": f"{PRETRAIN} & settings=lr=0.012 rank=0.109375 scale=0.5 explore=0.03125 moment_dtype=8bit "
+    "stochastic_rounding=True compact=True autocast=False bf16_weights=True",
+    "@bytes-float32": f"{PRETRAIN} & settings=lr=0.012 rank=0.03125 scale=1.0 explore=0.03125 compact=True "
+    "active_dtype=float32 autocast=False bf16_weights=True",
     "@long-wide-two-rates": "task=pretrain & model=9m-wide & settings=lr=0.012 rank=1.0 update_interval=1000000 "
     "scale=0.03125 selection=top_r dim=auto state_policy=reset explore=0",
     "@galore": f"{PRETRAIN} & optimizer=galore & settings=lr=0.012 update_interval=50",
