@@ -16,6 +16,7 @@ KEYS = {
     "13b-adamw-gb": ("memory.csv: model=13b & method=AdamW: peak_gb", ".1f"),
     "long-loss-quarter": ("cells.csv: @compact-4 & 2150: mean loss_100", ".3f"),
     "long-loss-eighth": ("cells.csv: @compact-8 & 2150: mean loss_100", ".3f"),
+    "long-wide-loss-half": ("cells.csv: @long-wide-2 & 2150: loss_100", ".3f"),
     "long-wide-loss-quarter": ("cells.csv: @long-wide-4 & 2150: loss_100", ".3f"),
     "long-wide-loss-adamw": ("cells.csv: @long-wide-two-rates & 2150: loss_100", ".3f"),
     "bytes-loss": ("cells.csv: @bytes-8bit & 2150: loss_100", ".3f"),

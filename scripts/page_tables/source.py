@@ -29,6 +29,8 @@ ALIASES = {
     "@wide-16": "task=pretrain & model=28m-wide & settings=lr=0.012 rank=0.0625 scale=0.25 explore=0.0625 compact=True",
     "@long-wide-8": "task=pretrain & model=9m-wide & settings=lr=0.012 rank=0.09375 update_interval=100 scale=0.25 "
     "selection=balanced explore=0.03125 compact=True",
+    "@long-wide-2": "task=pretrain & model=9m-wide & "
+    "settings=lr=0.012 scale=0.0625 explore=0.25 moment_dtype=8bit compact=True",
     "@long-wide-4": "task=pretrain & model=9m-wide & "
     "settings=lr=0.012 rank=0.125 scale=0.125 explore=0.125 compact=True",
     "@bytes-8bit": f"{PRETRAIN} & settings=lr=0.012 rank=0.109375 scale=0.5 explore=0.03125 moment_dtype=8bit "
