@@ -44,20 +44,30 @@ STEPS, REFRESH_EVERY, TOLERANCE = 20, 8, 0.05
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the memory that it is to train in, and how."""
+    """A model, the memory that it is to train in, and how: as its recipe, with 8-bit moments and bfloat16 rows."""
 
     model: str
     cap: str
     rank: int
+    explore: int
     weights: str | None = None
-    moments: str = "float32"
+
+    def setting(self, seq_len: int = 2048) -> Setting:
+        """What the planner is asked."""
+        return Setting(
+            rank=self.rank,
+            explore=self.explore,
+            seq_len=seq_len,
+            moment_dtype="8bit",
+            active_dtype=torch.bfloat16,
+        )
 
 
 CASES = {
-    "13b_40gb": Case("13b", "40GB", 192),
-    "13b_24gb": Case("13b", "24GB", 160, "int8", "8bit"),
-    "7b_24gb": Case("7b", "24GB", 192),
-    "7b_12gb": Case("7b", "12GB", 96, "int8", "8bit"),
+    "13b_40gb": Case("13b", "40GB", 640, 160),
+    "13b_24gb": Case("13b", "24GB", 448, 112, "int8"),
+    "7b_24gb": Case("7b", "24GB", 640, 160),
+    "7b_12gb": Case("7b", "12GB", 288, 72, "int8"),
 }
 
 
@@ -82,7 +92,7 @@ def run(case: Case, seq_len: int, device: str) -> dict[str, object]:
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
     batches = load_data(DataConfig(batch_size=1, seq_len=seq_len)).train
-    setting = Setting(rank=case.rank, seq_len=seq_len, state_policy="keep", moment_dtype=case.moments)
+    setting = case.setting(seq_len)
     config = llama_config(case.model, vocab_size=32_000, max_seq_len=seq_len)
     planned = plan("Grass int8" if case.weights else "Grass", Architecture.from_config(config), setting)
     cap = parse_bytes(case.cap) if device == "cuda" else int(planned.peak * (1 + 2 * TOLERANCE))
@@ -112,11 +122,13 @@ def train(case: Case, config: object, setting: Setting, batches: Batches, device
     options = OptimizerConfig(
         lr=1e-3,
         rank=case.rank,
+        explore=case.explore,
         dim=setting.dim,
         compact=True,
-        active_dtype="float32",
+        active_dtype="bfloat16",
+        stochastic_rounding=device != "standin",  # there torch rounds, with temporaries that kernels do not have
         weights=case.weights,
-        moment_dtype=case.moments,
+        moment_dtype=setting.moment_dtype,
         state_policy=setting.state_policy,
         selection=setting.selection,
         update_interval=REFRESH_EVERY,
@@ -168,7 +180,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.cases:
         case = CASES[name]
-        row = run(replace(case, model="1m", rank=16) if args.smoke else case, 32 if args.smoke else 2048, device)
+        row = run(
+            replace(case, model="1m", rank=16, explore=4) if args.smoke else case, 32 if args.smoke else 2048, device
+        )
         rows.append(row | machine())
         wrong += complaints(row, accelerated=device != "cpu")
         print(

@@ -5,8 +5,10 @@ import runpy
 from pathlib import Path
 
 import pytest
+from page_tables.setups import flags
 
 from grass.memory import parse_bytes
+from tests.training.runs import PRETRAIN
 
 script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "bench" / "capped_training.py"))
 
@@ -14,7 +16,7 @@ script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "bench" / "c
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["13b_40gb", "13b_24gb"])
 def test_trains_through_refreshes_with_falling_loss(name):
-    case = dataclasses.replace(script["CASES"][name], model="1m", rank=16)
+    case = dataclasses.replace(script["CASES"][name], model="1m", rank=16, explore=4)
     row = script["run"](case, 32, "cpu")
     assert (row["steps"], row["refreshes"]) == (20, 2)
     assert row["last_loss"] < 0.9 * row["first_loss"]
@@ -31,10 +33,17 @@ def test_what_is_complained_of():
 
 
 def test_every_case_is_planned_to_fit():
-    from grass.memory import Setting, plan
+    from grass.memory import plan
     from grass.memory.models import load_architecture
 
     for case in script["CASES"].values():
-        setting = Setting(rank=case.rank, state_policy="keep", moment_dtype=case.moments)
-        planned = plan("Grass int8" if case.weights else "Grass", load_architecture(case.model), setting)
+        planned = plan("Grass int8" if case.weights else "Grass", load_architecture(case.model), case.setting())
         assert planned.total <= parse_bytes(case.cap), case
+
+
+def test_the_cases_are_the_recipes():
+    parser = runpy.run_path(str(PRETRAIN))["argument_parser"]()
+    for name, case in script["CASES"].items():
+        args = parser.parse_args(flags(PRETRAIN.parent / "recipes" / f"pretrain_llama_{name}.sh"))
+        assert (case.rank, case.explore, case.weights) == (args.rank, args.explore, args.weights)
+        assert (args.moment_dtype, args.active_dtype, args.stochastic_rounding) == ("8bit", "bfloat16", True)
