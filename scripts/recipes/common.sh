@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 
 # In long runs the loss goes with the number of columns that have moments (docs/quality.md). So moments have 8 bits, or lie on
-# the host, active rows have the weights' precision and are rounded stochastically, and --rank takes what that saves: four
+# the host, active rows have the weights' precision and are rounded stochastically, and --rank takes what that saves: mostly four
 # columns are selected for each that is explored.
 # The learning rate is one for AdamW at these sizes; by scale="auto" projected weights have n / (r + q) times as much. That factor is
 # extrapolated from models of a million parameters (docs/quality.md); at these sizes nothing has been tuned.
