@@ -21,7 +21,7 @@ OF_THE_LAW = {"lr", "scale", "rank", "explore", "compact", "autocast"}
 
 
 def is_of_the_law(values: dict[str, str]) -> bool:
-    """Whether a cell is of AdamW with two rates or of compact mode, r = q, with defaults but for rate and precision."""
+    """Whether a cell is of the law: AdamW with two rates, or compact mode with r = q and otherwise default options."""
     if (rank := values.get("rank", "0.25")) == "1.0":
         return set(values) <= OF_THE_LAW | {word.partition("=")[0] for word in AS_ADAMW}
     return "compact" in values and set(values) <= OF_THE_LAW and values.get("explore", rank) == rank

@@ -109,7 +109,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bfloat16 rows": {"active_dtype": torch.bfloat16},
     "bfloat16 rows, 8-bit moments": {"active_dtype": torch.bfloat16, "moment_dtype": "8bit"},
 }
-"""Of active rows and moments."""
+"""How precise active rows and moments are."""
 
 
 def planned_shares() -> str:
@@ -130,7 +130,7 @@ def planned_shares() -> str:
     ]
     for name, method in ADAMW.items():
         totals = [f"{plan(method, m, Setting()).total / 1e9:.1f}" for m in models.values()]
-        lines.append([name, "", *(cell for total in totals for cell in (total, "", ""))])
+        lines.append([name, "", *(cell for total in totals for cell in (total, *[""] * (len(PRECISIONS) - 1)))])
     return table(header, lines)
 
 
