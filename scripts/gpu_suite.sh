@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command and under ten minutes on an H200:
 #
-#     scripts/gpu_suite.sh            # all tests marked `gpu`, all kernel benchmarks, 1b training steps, offload, streaming, 13b in 24 GB
-#     scripts/gpu_suite.sh --smoke    # the same scripts, tiny: kernels in Triton's interpreter, all else on the tests' stand-in accelerator
-#                                     # (on the CPU where that cannot be built)
+#     scripts/gpu_suite.sh                       # all of the sections below
+#     scripts/gpu_suite.sh tests train_step      # some of them
+#     scripts/gpu_suite.sh --smoke [SECTION...]  # all but the tests, tiny: kernels in Triton's interpreter, the rest on the tests' stand-in
+#                                                # accelerator (on the CPU where that cannot be built)
+#
+# Sections: tests (marked `gpu`), kernels, train_step (1b), capped_training (13b in 24 GB), offload, streaming.
 #
 # CSVs go to ${OUT:-benchmarks/gpu}, each with GPU, torch, triton and commit. Needs a Python ($PYTHON, python3) with torch,
 # triton, transformers, accelerate, pandas, scipy, pytest and hypothesis, nothing installed from here and no network.
@@ -32,7 +35,7 @@ stage="$(mktemp -d)"
 trap 'rm -rf "$stage"' EXIT
 cp -r "$root/grass" "$root/tests" "$root/scripts" "$root/setup.cfg" "$stage"
 cp -r "$root/triton_kernels" "$stage/grass/kernels"
-cd "$stage" && export PYTHONPATH="$stage"
+cd "$stage" && export PYTHONPATH="$stage${PYTHONPATH:+:$PYTHONPATH}"
 
 failed=()
 run() { # run NAME SECONDS COMMAND...: on a GPU for so long at most, and no longer than what is left of ten minutes
@@ -47,31 +50,48 @@ run() { # run NAME SECONDS COMMAND...: on a GPU for so long at most, and no long
 smoke=()
 if [ "${1:-}" = "--smoke" ]; then
     smoke=(--smoke)
+    shift
 else
     "$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA GPU: try --smoke"' || exit 1
+fi
+sections=(tests kernels train_step capped_training offload streaming)
+chosen=("${@:-${sections[@]}}")
+for name in "${chosen[@]}"; do
+    [[ " ${sections[*]} " == *" $name "* ]] || { echo "no section $name: there are ${sections[*]}" >&2; exit 2; }
+done
+wanted() { [[ " ${chosen[*]} " == *" $1 "* ]]; }
+
+if wanted tests && [ ${#smoke[@]} -eq 0 ]; then
     mapfile -t marked < <(grep -rlE 'pytest\.mark\.gpu' tests --include='test_*.py')
-    run tests 300 "$python" -m pytest -m gpu -p no:cacheprovider --durations=10 tests/kernels "${marked[@]}"
+    parallel=()
+    "$python" -c 'import xdist' 2>/dev/null && parallel=(--numprocesses 8)
+    run tests 300 "$python" -m pytest -m gpu -p no:cacheprovider --durations=10 ${parallel[@]+"${parallel[@]}"} tests/kernels "${marked[@]}"
 fi
 kernels=(gather_rows scatter_add_rows row_norms compact_adamw compact_adamw_8bit move_factors move_rows compact_grad)
 kernels+=(row_sketch)
-if [ ${#smoke[@]} -gt 0 ]; then # in one process: imports take longer than the kernels
-    run kernels 0 "$python" -c '
-import runpy, sys
+if wanted kernels; then # in one process: imports take longer than the kernels
+    run kernels 240 "$python" -c '
+import runpy, sys, traceback
 sys.path.insert(0, "scripts/bench/kernels")
-out, *kernels = sys.argv[1:]
+out, smoke, *kernels = sys.argv[1:]
+failed = []
 for kernel in kernels:
-    sys.argv = [kernel, "--smoke", "--out", out]
-    runpy.run_path(f"scripts/bench/kernels/{kernel}.py", run_name="__main__")
-' "$out" "${kernels[@]}"
-else
-    for kernel in "${kernels[@]}"; do
-        run "$kernel" 120 "$python" "scripts/bench/kernels/$kernel.py" --out "$out"
-    done
+    sys.argv = [kernel, *smoke.split(), "--out", out]
+    try:
+        runpy.run_path(f"scripts/bench/kernels/{kernel}.py", run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+        failed.append(kernel)
+sys.exit("failed: " + ", ".join(failed) if failed else 0)
+' "$out" "${smoke[*]-}" "${kernels[@]}"
 fi
-run train_step 240 "$python" scripts/bench/gpu_train_step.py --out "$out" ${smoke[@]+"${smoke[@]}"}
-run offload 150 "$python" scripts/bench/gpu_offload.py --out "$out" ${smoke[@]+"${smoke[@]}"}
-run streaming 150 "$python" scripts/bench/gpu_streaming.py --out "$out" ${smoke[@]+"${smoke[@]}"}
-run capped_training 300 "$python" scripts/bench/capped_training.py --out "$out" ${smoke[@]+"${smoke[@]}"}
+bench() { # bench NAME SECONDS SCRIPT
+    wanted "$1" && run "$1" "$2" "$python" "scripts/bench/$3" --out "$out" ${smoke[@]+"${smoke[@]}"}
+}
+bench train_step 240 gpu_train_step.py
+bench capped_training 300 capped_training.py
+bench offload 150 gpu_offload.py
+bench streaming 150 gpu_streaming.py
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}"

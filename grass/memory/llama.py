@@ -33,6 +33,8 @@ LLAMA_SHAPES = {
     "9m": LlamaShape(128, 352, 4, 4),
     "9m-wide": LlamaShape(320, 864, 7, 5),  # as many parameters, in the body: 8.8 million with a byte vocabulary
     "28m-wide": LlamaShape(768, 2048, 4, 12),  # 1m at the width of 130m: 28.7 million with a byte vocabulary
+    "200m-wide": LlamaShape(2048, 5461, 4, 32),  # at the width of 1b: 202 million with a byte vocabulary
+    "800m-wide": LlamaShape(4096, 11008, 4, 32),  # at the width of 7b: 812 million with a byte vocabulary
     "60m": LlamaShape(512, 1376, 8, 8),
     "130m": LlamaShape(768, 2048, 12, 12),
     "350m": LlamaShape(1024, 2736, 24, 16),
@@ -45,7 +47,7 @@ LLAMA_SHAPES = {
     "30b-a3b": MixtureShape(2048, 768, 48, 32, 4, 128, 8, 128),  # Qwen3-30B-A3B
 }
 """Shapes by name. A name says how many parameters there are with a vocabulary of 32,000 tokens. The names ``1m``,
-``9m-wide``, ``28m-wide`` and ``9m-mixture`` are for a vocabulary of bytes."""
+``9m-wide``, ``28m-wide``, ``200m-wide``, ``800m-wide`` and ``9m-mixture`` are for a vocabulary of bytes."""
 
 
 def llama_config(shape: str | LlamaShape, *, vocab_size: int, max_seq_len: int) -> PretrainedConfig:

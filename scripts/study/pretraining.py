@@ -23,12 +23,15 @@ from training.run.models import build_llama
 from training.run.optimizers import build_optimizer
 
 
-def pretrain(cell: Cell, data_config: DataConfig) -> dict[str, Any] | None:
-    """Train; the values of the cell's row, or ``None`` if a signal stopped it before the last step."""
+def pretrain(cell: Cell, data_config: DataConfig, device: str = "cpu") -> dict[str, Any] | None:
+    """Train; the values of the cell's row, or ``None`` if a signal stopped it before the last step.
+
+    The initial weights are drawn on the CPU: they are the same on every device.
+    """
     data = load_data(replace(data_config, seed=cell.seed, batch_size=cell.batch_size or data_config.batch_size))
     config = llama_config(cell.model, vocab_size=data.vocab_size, max_seq_len=data_config.seq_len)
     dtype = torch.bfloat16 if cell.bf16_weights else torch.float32
-    model = build_llama(config, seed=cell.seed, dtype=dtype)
+    model = build_llama(config, seed=cell.seed, dtype=dtype).to(device)
     interval = cell.steps // CURVE_POINTS
     with tempfile.TemporaryDirectory() as out:
         train_config = TrainConfig(

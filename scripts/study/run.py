@@ -3,6 +3,7 @@
     python scripts/study/run.py                                  # benchmarks/quality/: grid.yaml -> cells.csv
     python scripts/study/run.py --workers 2                      # two cells at a time, of one thread each
     python scripts/study/run.py --grid my.yaml --results my.csv
+    python scripts/study/run.py --grid benchmarks/gpu/grid.yaml --device cuda --workers 8    # on one GPU
 
 Stop it at any time, also with SIGKILL: only the cells in flight are lost, and the same command goes on. When all cells
 have ended the grid is read again, so that what was added to it meanwhile is run too. ``--out`` has what cells print.
@@ -19,7 +20,6 @@ from typing import Any
 
 import torch
 from base import BASE, ensure_base
-from finetuning import finetune
 from grid import CURVE_POINTS, Cell, Grid, load_grid
 from pretraining import pretrain
 from results import CURVE, KEY, Results
@@ -41,9 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--base", type=Path, default=BASE, help="model to finetune, made if it is not there")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="per process")
+    parser.add_argument("--device", default="cpu", help="where pretraining runs, of all processes")
     args = parser.parse_args(argv)
     results = args.results or args.grid.with_name("cells.csv")
-    trial = partial(train, grid=str(args.grid), results=str(results), base=str(args.base), threads=args.threads)
+    options = {"base": str(args.base), "threads": args.threads, "on": args.device}
+    trial = partial(train, grid=str(args.grid), results=str(results), **options)
     devices, failed = [f"cpu:{i}" for i in range(args.workers)], list[dict[str, Any]]()
     try:
         while not failed and (cells := cells_without_row(args.grid, results)):
@@ -73,7 +75,7 @@ def in_order(**key: str) -> float:
 
 
 def train(
-    *, folder: Path, device: str, grid: str, results: str, base: str, threads: int, **key: str
+    *, folder: Path, device: str, grid: str, results: str, base: str, threads: int, on: str, **key: str
 ) -> Iterator[tuple[int, float]]:
     """One cell as a trial of a sweep: append its row to the results, and yield its losses.
 
@@ -82,21 +84,23 @@ def train(
     torch.set_num_threads(threads)
     loaded = load_grid(Path(grid))
     cell = next(cell for cell in loaded.cells if cell.key == tuple(key[name] for name in KEY))
-    values = run_cell(cell, loaded, Path(base))
+    values = run_cell(cell, loaded, Path(base), on)
     if values is None:
         raise SystemExit(os.EX_TEMPFAIL)
     Results(Path(results)).append(cell, values)
     yield from enumerate((float(values[name]) for name in CURVE), 1)
 
 
-def run_cell(cell: Cell, grid: Grid, base: Path) -> dict[str, Any] | None:
+def run_cell(cell: Cell, grid: Grid, base: Path, device: str = "cpu") -> dict[str, Any] | None:
     """Train; the values of the cell's row, or ``None`` if a signal stopped it before the last step.
 
-    Finetuning starts from the model in the directory ``base``, which is made if it is not there.
+    Finetuning starts from the model in the directory ``base``, which is made if it is not there, on the CPU.
     """
     if cell.task == "pretrain":
-        values = pretrain(cell, grid.data)
+        values = pretrain(cell, grid.data, device)
     else:
+        from finetuning import finetune  # needs datasets, which pretraining does not
+
         values = finetune(cell, grid.finetuning[cell.task], ensure_base(base))
     return None if values is None else {**values, "commit": commit()}
 
