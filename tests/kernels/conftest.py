@@ -24,17 +24,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """``run("triton" or "torch", function, *args)`` with that implementation; a kernel that declines is an error."""
+    """``run("triton" or "torch", function, *args)`` with that implementation; a kernel that declines is an error.
+
+    Outside of such a call, as in a reference of float64, kernels may decline.
+    """
     from grass.kernels import dispatch
 
     def refuse(name: str, reason: str) -> None:
         raise AssertionError(f"{name} fell back: {reason}")
 
-    monkeypatch.setattr(dispatch, "_say_once", refuse)
-
     def call(implementation: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        monkeypatch.setenv("GRASS_KERNELS", implementation)
-        return function(*args, **kwargs)
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "_say_once", refuse)
+            patch.setenv("GRASS_KERNELS", implementation)
+            return function(*args, **kwargs)
 
     return call
 

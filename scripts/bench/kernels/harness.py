@@ -1,7 +1,7 @@
 """What the kernel benchmarks share: timing, the ceilings of the machine, the table.
 
-A case is timed by replaying a CUDA graph of calls on several sets of operands that together exceed the cache, so that
-neither launches nor cached operands count. Its rate is divided by a ceiling measured in the same run: a large copy for
+A case is timed by calls on several sets of operands that together exceed the cache, which are queued behind a large
+product, so that neither launches nor cached operands count. Its rate is divided by a ceiling measured in the same run: a large copy for
 bytes, a large bfloat16 product for FLOPs. With ``--smoke`` every case runs once, tiny, in Triton's interpreter: times
 are then meaningless.
 """
@@ -9,6 +9,7 @@ are then meaningless.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -91,7 +92,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def seconds(calls: list[Callable[[], object]], repeats: int = 15) -> float:
+def seconds(calls: list[Callable[[], object]], repeats: int = 5) -> float:
     """Median seconds of one call."""
     for call in calls:
         call()
@@ -99,20 +100,29 @@ def seconds(calls: list[Callable[[], object]], repeats: int = 15) -> float:
         start = time.perf_counter()
         calls[0]()
         return time.perf_counter() - start
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        _keep_busy()
+        begin.record()
         for call in calls:
             call()
-    times = []
-    for _ in range(repeats + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e-3 / len(calls))
-    return statistics.median(times[3:])
+    return statistics.median(times)
+
+
+@functools.cache
+def _factor() -> torch.Tensor:
+    return torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+
+
+def _keep_busy() -> None:
+    """Queue products of some 15 ms, during which the host queues what is timed."""
+    for _ in range(10):
+        _factor() @ _factor()
 
 
 def ceilings() -> tuple[float, float]:
