@@ -2,7 +2,7 @@
 
 CUDA tensors go to Triton, all others to torch. ``GRASS_KERNELS=torch`` or ``GRASS_KERNELS=triton`` overrides that; on
 CPU tensors Triton runs only in its interpreter (``TRITON_INTERPRET=1``, set before the first import). Unsupported
-inputs use the torch twin and log one warning.
+inputs use the torch twin and log one warning; beside a GPU, tensors in host memory do so silently.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def wants_triton(device: str) -> bool:
     choice = os.environ.get("GRASS_KERNELS", "")
     if choice not in ("", "torch", "triton"):
         raise ValueError(f"Invalid GRASS_KERNELS={choice!r}: must be 'torch' or 'triton', or unset")
-    return choice == "triton" or (choice == "" and device == "cuda")
+    if choice == "triton":
+        return device != "cpu" or INTERPRETED or not torch.cuda.is_available()
+    return choice == "" and device == "cuda"
 
 
 def _obstacle(tensors: list[Tensor], types: frozenset[torch.dtype]) -> str | None:

@@ -10,6 +10,7 @@ with probability ``(x - lower) / (upper - lower)``: the expectation is ``x``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -56,6 +57,17 @@ def key_words(key: int, stream: int = Stream.VALUES) -> tuple[int, int]:
 def random_bits(counter: Tensor, key: int, stream: int = Stream.VALUES) -> Tensor:
     """32 random bits for each int64 ``counter >= 0``, as int64 in ``[0, 2^32)``."""
     low, high = (word & _MASK for word in key_words(key, stream))
+    return _mixed(counter, low, high)
+
+
+def random_bits_of_keys(counter: Tensor, keys: Sequence[int], stream: int = Stream.VALUES) -> Tensor:
+    """:func:`random_bits` of the counters ``(n,)`` for each of several keys: ``(len(keys), n)``."""
+    words = torch.tensor([key_words(key, stream) for key in keys], dtype=torch.int64, device="cpu") & _MASK
+    words = words.to(counter.device, non_blocking=True)  # a GPU is not waited for: this memory is staged at once
+    return _mixed(counter, words[:, :1], words[:, 1:])
+
+
+def _mixed(counter: Tensor, low: Tensor | int, high: Tensor | int) -> Tensor:
     mixed = _mix(counter & _MASK ^ low)
     return _mix(mixed + high + (counter >> 32) * _CARRY & _MASK)
 

@@ -68,9 +68,9 @@ class ActiveRows(nn.Module):
         return projector.gather(self.as_matrix(weight), out=out)
 
     def take_probed(self, weight: Tensor) -> list[Tensor]:
-        """What :meth:`probed_rows` are in a tensor of the weight's shape; views. Where is read from the device."""
+        """What :meth:`probed_rows` are in a tensor of the weight's shape. A device is not asked for their places."""
         matrix = self.as_matrix(weight)
-        return [matrix.narrow(self.dim, int(self.chosen[i]), 1) for i in self.probed()]
+        return [matrix.index_select(self.dim, self.chosen[i : i + 1]) for i in self.probed()]
 
     def put(self, weight: Tensor, projector: Projector, rows: Tensor) -> None:
         """Write the chosen rows of a tensor of the weight's shape; the inverse of :meth:`take`."""

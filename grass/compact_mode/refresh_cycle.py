@@ -23,7 +23,7 @@ from grass.options import Options
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import check_shards, is_sharded, local
 from grass.selection.draws import sketch_generator
-from grass.selection.exploration import draw_explored, draw_key
+from grass.selection.exploration import draw_explored, draw_explored_of_each, draw_key
 from grass.selection.rules import needs_norms
 from grass.state.refresh import (
     Carry,
@@ -228,15 +228,22 @@ def _choose_rows(item: Trained, norms: Tensor, informative: bool | None, carry: 
 def _explore_other_rows(every: list[Trained], options: Options) -> None:
     """Draw the rows that layers explore in the coming step, and gather their values."""
     draws = Draws(options.fused)
+    alike: dict[tuple[Any, ...], list[tuple[CompactLayer, Tensor, int]]] = {}
     for layer, state, position, _ in every:
         if not _draws_again(layer, state):
             continue
-        key = options.seed, position, state["step"]
+        key = draw_key(options.seed, position, state["step"])
         own: dict[str, Any] = layer._parameters | layer._buffers  # past __getattr__, which is slow
         places = own["weight"], layer.weight_axis(layer.dim), own["active"], layer.dim, own["chosen"], layer.rank
-        if own["weight"].ndim > 2 or not draws.add(*places, draw_key(*key)):
-            layer.explore(_drawn(layer, state, key))
+        if own["weight"].ndim > 2 or not draws.add(*places, key):
+            selected = state["indices"]
+            numbers = layer.shape[layer.dim], layer.explored.numel(), layer.experts
+            alike.setdefault((selected.device, len(selected), *numbers), []).append((layer, selected, key))
     draws.run()
+    for (_, _, size, count, experts), of_one_kind in alike.items():
+        layers, selected_rows, keys = zip(*of_one_kind, strict=True)
+        for layer, rows in zip(layers, draw_explored_of_each(selected_rows, size, count, keys, experts), strict=True):
+            layer.explore(rows)
 
 
 def _drawn(layer: CompactLayer, state: State, key: tuple[int, int, int]) -> Tensor:

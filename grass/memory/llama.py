@@ -33,7 +33,7 @@ LLAMA_SHAPES = {
     "9m": LlamaShape(128, 352, 4, 4),
     "9m-wide": LlamaShape(320, 864, 7, 5),  # as many parameters, in the body: 8.8 million with a byte vocabulary
     "28m-wide": LlamaShape(768, 2048, 4, 12),  # 1m at the width of 130m: 28.7 million with a byte vocabulary
-    "200m-wide": LlamaShape(2048, 5504, 4, 32),  # at the width of 1b: 203 million with a byte vocabulary
+    "200m-wide": LlamaShape(2048, 5461, 4, 32),  # at the width of 1b: 202 million with a byte vocabulary
     "800m-wide": LlamaShape(4096, 11008, 4, 32),  # at the width of 7b: 812 million with a byte vocabulary
     "60m": LlamaShape(512, 1376, 8, 8),
     "130m": LlamaShape(768, 2048, 12, 12),

@@ -20,17 +20,21 @@ The draw follows from seed, parameter and step: ranks agree on it without commun
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from grass.kernels import make_key, random_bits, row_norms
-from grass.kernels.random_bits import Stream
+from grass.kernels import make_key, row_norms
+from grass.kernels.random_bits import Stream, random_bits_of_keys
 from grass.parallel.shards import summed
 
 LIMIT = 6.0
 """The factor of ``sqrt(q / n)`` in :func:`reach`, measured with a quarter and an eighth explored."""
+
+DRAWN_AT_ONCE = 1 << 20
+"""Rows that random bits are drawn for at a time: 8 MB of them."""
 
 
 def resolve_explore(explore: int | float | None, rank: int, size: int) -> int:
@@ -101,10 +105,30 @@ def draw_explored(
     Returns:
         int64 ``(count,)``, ascending, on the device of ``selected``.
     """
-    rows = torch.arange(size, device=selected.device)
-    bits: Tensor = random_bits(rows, draw_key(seed, parameter, step), Stream.DRAW)
-    of_each = bits.index_fill_(0, selected, -1).view(experts, -1).topk(count // experts).indices.sort().values
-    return (of_each + first_rows(experts, size, of_each.device)).flatten()
+    return draw_explored_of_each([selected], size, count, [draw_key(seed, parameter, step)], experts)[0]
+
+
+def draw_explored_of_each(
+    selected: Sequence[Tensor], size: int, count: int, keys: Sequence[int], experts: int = 1
+) -> list[Tensor]:
+    """:func:`draw_explored` for several weights of one size and rank, a few operations for all: a GPU waits for less.
+
+    Args:
+        selected: of each weight.
+        size: of every weight.
+        count: of every weight.
+        keys: the :func:`draw_key` of each.
+        experts: of every weight.
+    """
+    if len(keys) > 1 and len(keys) * size > DRAWN_AT_ONCE:
+        half = len(keys) // 2
+        parts = (selected[:half], keys[:half]), (selected[half:], keys[half:])
+        return [rows for own, of in parts for rows in draw_explored_of_each(own, size, count, of, experts)]
+    bits: Tensor = random_bits_of_keys(torch.arange(size, device=selected[0].device), keys, Stream.DRAW)
+    taken = torch.stack(list(selected)) + first_rows(len(keys), len(keys) * size, bits.device)
+    bits.view(-1).index_fill_(0, taken.flatten(), -1)
+    of_each = bits.view(len(keys), experts, -1).topk(count // experts).indices.sort().values
+    return list((of_each + first_rows(experts, size, bits.device)).flatten(1))
 
 
 def first_rows(experts: int, size: int, device: torch.device) -> Tensor:

@@ -15,7 +15,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import grass
 from grass import GrassAdamW
-from grass.selection.exploration import draw_explored, resolve_explore
+from grass.selection import exploration
+from grass.selection.exploration import draw_explored, draw_explored_of_each, draw_key, resolve_explore
 from tests.compact_mode.networks import (
     DIMS,
     PLAYED,
@@ -198,6 +199,27 @@ def test_draws_are_distinct_unselected_and_repeatable(size: int, data: st.DataOb
     assert torch.equal(drawn, draw_explored(selected, size, count, 5, 1, 9))
     everything = draw_explored(selected, size, size - rank, 5, 1, 9)
     assert everything.tolist() == sorted(set(range(size)) - set(selected.tolist()))
+
+
+@pytest.mark.parametrize("at_once", [1, 100, 1 << 20])
+@pytest.mark.parametrize("experts", [1, 3])
+@given(layers=st.integers(1, 9), rank=st.integers(1, 9), count=st.integers(1, 3))
+def test_draws_of_several_layers_are_those_of_each(
+    at_once: int, experts: int, layers: int, rank: int, count: int
+) -> None:
+    size, of_all = 12, experts * count
+    selected = [
+        torch.cat([torch.randperm(size)[:rank].sort().values + i * size for i in range(experts)]) for _ in range(layers)
+    ]
+    keys = [(3, layer, 5) for layer in range(layers)]
+    expected = [
+        draw_explored(own, experts * size, of_all, *key, experts) for own, key in zip(selected, keys, strict=True)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exploration, "DRAWN_AT_ONCE", at_once)
+        drawn = draw_explored_of_each(selected, experts * size, of_all, [draw_key(*key) for key in keys], experts)
+    assert all(map(torch.equal, drawn, expected))
+    assert len(drawn) == layers
 
 
 def test_draws_differ_between_seeds_parameters_and_steps() -> None:

@@ -217,7 +217,7 @@ def test_compact_mode_draws_by_the_kernel(dim: int, dtype: torch.dtype, monkeypa
         grass.compact(layer, rank=4, explore=3, dim=dim, targets="all-linear")
         optimizer = grass.GrassAdamW(layer, fused=fused, update_interval=3, selection="uniform")
         if fused is None:
-            monkeypatch.delattr(refresh_cycle, "draw_explored")
+            monkeypatch.delattr(refresh_cycle, "draw_explored_of_each")
         for _ in range(7):
             layer(torch.randn(5, 13, dtype=dtype)).square().sum().backward()
             optimizer.step()

@@ -1,9 +1,9 @@
 """What the kernel benchmarks share: timing, the ceilings of the machine, the table.
 
 A case is timed by calls on several sets of operands that together exceed the cache, which are queued behind a large
-product, so that neither launches nor cached operands count. Its rate is divided by a ceiling measured in the same run: a large copy for
-bytes, a large bfloat16 product for FLOPs. With ``--smoke`` every case runs once, tiny, in Triton's interpreter: times
-are then meaningless.
+product, so that neither launches nor cached operands count. Its rate is divided by a ceiling measured in the same run:
+a large copy for bytes, a large bfloat16 product for FLOPs. With ``--smoke`` every case runs once, tiny, in Triton's
+interpreter: times are then meaningless.
 """
 
 from __future__ import annotations
