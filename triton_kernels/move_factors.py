@@ -6,9 +6,9 @@ r"""What explored rows move by, from the selected rows: the scaling of each colu
     phi_j    = |D[:, j]| / |G[:, j]|             0 where G[:, j] is zero        (n,)
     length_k = |D_k|                                                            (r,)
 
-Floor: ``r n (8 + e)`` bytes with float32 moments and ``e`` bytes per gradient value, each read once; about ``15 r n``
-FLOPs. ``D`` is never stored. Each program sums a block of columns over a share of the rows; a second kernel adds the
-partial sums in a fixed order.
+Floor: ``r n (8 + e)`` bytes with float32 moments (``r n (2 + e)`` with codes of 8 bits) and ``e`` bytes per gradient
+value, each read once; about ``15 r n`` FLOPs. ``D`` is never stored. Each program sums a block of columns over a share
+of the rows; a second kernel adds the partial sums in a fixed order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .arithmetic import StepCoefficients
 from .compact_adamw import _correction
 from .dispatch import check_shape, kernel_op
 from .language import INTERPRETED, cdiv, is_column_major, jit, logarithm, tile, tl
-from .layout import gather
+from .layout import gather, is_dense
+from .moment_codes import decode_moment, dynamic_map
 
 PROGRAMS = 4 if INTERPRETED else 512
 """Programs wanted at least: some four for each of a GPU's hundred-odd multiprocessors."""
@@ -32,6 +33,7 @@ def move_factors(
     grad: Tensor,
     row_steps: Tensor | float,
     *,
+    scales: tuple[Tensor, Tensor] | None = None,
     indices: Tensor | None = None,
     dim: int = 0,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -41,9 +43,10 @@ def move_factors(
 
     Args:
         exp_avg: ``M``, ``(r, n)`` (``dim=1``: ``(m, r)``), any strides, after this step's update.
-        exp_avg_sq: ``V``, likewise.
+        exp_avg_sq: ``V``, likewise; in codes of its square root.
         grad: the compact gradient of the same shape; with ``indices`` the full one.
         row_steps: Adam steps of the rows, the last one included: a number, or float ``(r,)``.
+        scales: those of both moments if these are codes (:mod:`grass.kernels.moment_codes`), dense in memory.
         indices: int64 ``(r,)``, rows (``dim=1``: columns) of the full gradient. Kernels do not check the range.
         dim: 0 for rows, 1 for columns.
         betas: decay rates of the moments.
@@ -53,7 +56,7 @@ def move_factors(
         ``phi (n,)`` (``dim=1``: ``(m,)``) and ``(r,)``; float32, of float64 moments float64.
 
     Raises:
-        ValueError: ``dim`` is neither 0 nor 1, or shapes do not agree.
+        ValueError: ``dim`` is neither 0 nor 1, shapes do not agree, or codes are not dense.
     """
     if dim not in (0, 1):
         raise ValueError(f"Invalid {dim=}: must be 0 (rows) or 1 (columns)")
@@ -62,14 +65,19 @@ def move_factors(
     shape = (grad.shape[0] if indices is None else indices.numel(), grad.shape[1])
     for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         check_shape(name, moment, shape, dim)
+        if scales is not None and not is_dense(moment):
+            raise ValueError(f"{name} has codes with strides {moment.stride()}, must be dense")
     ages, step = (row_steps, 0.0) if isinstance(row_steps, Tensor) else (None, float(row_steps))
-    factors, lengths = _move_factors(exp_avg, exp_avg_sq, grad, indices, ages, step, *betas, eps)
+    moments = exp_avg, exp_avg_sq, *(scales or (None, None))
+    factors, lengths = _move_factors(*moments, grad, indices, ages, step, *betas, eps)
     return factors, lengths
 
 
 def _twin(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    exp_avg_scale: Tensor | None,
+    exp_avg_sq_scale: Tensor | None,
     grad: Tensor,
     indices: Tensor | None,
     ages: Tensor | None,
@@ -78,6 +86,9 @@ def _twin(
     beta2: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
+    if exp_avg_scale is not None and exp_avg_sq_scale is not None:
+        exp_avg = decode_moment(exp_avg, exp_avg_scale, signed=True)
+        exp_avg_sq = decode_moment(exp_avg_sq, exp_avg_sq_scale, signed=False).square_()
     wide = torch.promote_types(exp_avg.dtype, torch.float32)
     c = StepCoefficients.at(step if ages is None else ages.to(wide), 1.0, (beta1, beta2)).along(0)
     root = exp_avg_sq.to(wide).sqrt().div_(c.denominator).add_(eps).div_(c.step_size)
@@ -91,6 +102,8 @@ def _twin(
 def _launch(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    exp_avg_scale: Tensor | None,
+    exp_avg_sq_scale: Tensor | None,
     grad: Tensor,
     indices: Tensor | None,
     ages: Tensor | None,
@@ -110,19 +123,31 @@ def _launch(
     )
     logs = logarithm(beta1), logarithm(beta2)
     strides = *exp_avg.stride(), *exp_avg_sq.stride(), *grad.stride()
+    coded = exp_avg_scale is not None
+    levels = [dynamic_map(signed, str(grad.device)) if coded else None for signed in (True, False)]
+    moments = exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, *levels
     _move_factors_kernel[across, shares](
-        columns, rows, exp_avg, exp_avg_sq, grad, indices, ages, r, n, share, *strides, step, *logs, eps,
-        indices is not None, ages is not None, block_r, block_n,
+        columns, rows, *moments, grad, indices, ages, r, n, share, *strides, step, *logs, eps,
+        coded, indices is not None, ages is not None, block_r, block_n,
     )  # fmt: skip
     _finish_kernel[cdiv(max(r, n), 256), 2](factors, lengths, columns, rows, r, n, shares, across, 256)
     return factors, lengths
 
 
 @jit
+def _moment(moment, scale, levels, place, inside, CODED: tl.constexpr, NOTHING: tl.constexpr):
+    """Values of a moment at places in memory; a code's is that of its level times the scale of its block."""
+    if CODED:
+        code = tl.load(moment + place, mask=inside, other=NOTHING).to(tl.int32)
+        return tl.load(levels + code) * tl.load(scale + place // 256, mask=inside, other=0.0)
+    return tl.load(moment + place, mask=inside, other=0.0).to(tl.float32)
+
+
+@jit
 def _move_factors_kernel(
-    columns, rows, exp_avg, exp_avg_sq, grad, indices, ages, r, n, share,
-    m_row, m_col, v_row, v_col, grad_row, grad_col, step, log_beta1, log_beta2, eps,
-    GATHER_GRAD: tl.constexpr, PER_ROW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    columns, rows, exp_avg, exp_avg_sq, first_scale, second_scale, signed_levels, levels, grad, indices, ages,
+    r, n, share, m_row, m_col, v_row, v_col, grad_row, grad_col, step, log_beta1, log_beta2, eps,
+    CODED: tl.constexpr, GATHER_GRAD: tl.constexpr, PER_ROW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(1).to(tl.int64) * share
@@ -137,8 +162,10 @@ def _move_factors_kernel(
         size = _correction(steps, log_beta1)[:, None]
         root = tl.sqrt(_correction(steps, log_beta2))[:, None]
         inside = there[:, None] & (col < n)[None, :]
-        m = tl.load(exp_avg + row[:, None] * m_row + col[None, :] * m_col, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(exp_avg_sq + row[:, None] * v_row + col[None, :] * v_col, mask=inside, other=1.0).to(tl.float32)
+        m_at, v_at = row[:, None] * m_row + col[None, :] * m_col, row[:, None] * v_row + col[None, :] * v_col
+        m = _moment(exp_avg, first_scale, signed_levels, m_at, inside, CODED, 127)
+        v = _moment(exp_avg_sq, second_scale, levels, v_at, inside, CODED, 0)
+        v = tl.where(inside, v * v if CODED else v, 1.0)
         g = tl.load(grad + source[:, None] * grad_row + col[None, :] * grad_col, mask=inside, other=0.0).to(tl.float32)
         d = m / size / (tl.sqrt(v) / root + eps)
         moved += d * d
@@ -167,17 +194,16 @@ def _finish_kernel(factors, lengths, columns, rows, r, n, shares, across, BLOCK:
         tl.store(lengths + i, tl.sqrt(moved), mask=i < r)
 
 
-def _fake(
-    exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, indices: Tensor | None, *numbers: object
-) -> tuple[Tensor, Tensor]:
+def _fake(exp_avg: Tensor, exp_avg_sq: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(exp_avg.dtype, torch.float32)
     return exp_avg.new_empty(exp_avg.shape[1], dtype=wide), exp_avg.new_empty(exp_avg.shape[0], dtype=wide)
 
 
 _move_factors = kernel_op(
-    "move_factors(Tensor exp_avg, Tensor exp_avg_sq, Tensor grad, Tensor? indices, Tensor? ages, float step, "
-    "float beta1, float beta2, float eps) -> (Tensor, Tensor)",
+    "move_factors(Tensor exp_avg, Tensor exp_avg_sq, Tensor? exp_avg_scale, Tensor? exp_avg_sq_scale, Tensor grad, "
+    "Tensor? indices, Tensor? ages, float step, float beta1, float beta2, float eps) -> (Tensor, Tensor)",
     twin=_twin,
     launch=_launch,
     fake=_fake,
+    types=frozenset({torch.uint8}),
 )

@@ -68,13 +68,6 @@ def shrink_(weight: Tensor, factor: float, key: int | None) -> None:
     weight.copy_(round_stochastically(weight.float().mul_(factor), weight.dtype, bits))
 
 
-def read_moments(state: State) -> tuple[Tensor, Tensor]:
-    """Both moments in full precision; ``state`` stays as it is."""
-    stored = dict(state)
-    exp_avg, exp_avg_sq = (_expanded(stored, name) for name in _STREAMS)
-    return exp_avg, exp_avg_sq
-
-
 _NONE = torch.empty(0, device="cpu")
 
 

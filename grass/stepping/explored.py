@@ -15,7 +15,7 @@ from torch import Tensor
 from grass.kernels import move_factors, move_rows_, row_norms
 from grass.parallel.shards import summed
 from grass.selection.projector import Projector
-from grass.state.precision import read_moments, shrink_
+from grass.state.precision import shrink_
 from grass.stepping.group import GroupStep, Numbers
 from grass.stepping.rows import Rows
 
@@ -65,10 +65,11 @@ def step_explored(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
 
 
 def _factors(step: GroupStep, rows: Rows, row_steps: Tensor | int) -> tuple[Tensor, Tensor]:
-    """``phi`` and ``|D_k|``, from moments that this step has updated; 8-bit ones are decoded first."""
+    """``phi`` and ``|D_k|``, from moments that this step has updated."""
     state, options = rows.state, step.options
-    moments = read_moments(state) if "exp_avg_scale" in state else (state["exp_avg"], state["exp_avg_sq"])
+    moments = state["exp_avg"], state["exp_avg_sq"]
+    scales = (state["exp_avg_scale"], state["exp_avg_sq_scale"]) if "exp_avg_scale" in state else None
     indices = rows.indices if rows.in_weight else None
     numbers = {"dim": rows.dim, "betas": options.betas, "eps": options.eps}
-    factors, lengths = move_factors(*moments, rows.grad, row_steps, indices=indices, **numbers)
+    factors, lengths = move_factors(*moments, rows.grad, row_steps, scales=scales, indices=indices, **numbers)
     return factors, lengths

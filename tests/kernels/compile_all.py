@@ -129,6 +129,7 @@ def launch_everything(dtypes: list[torch.dtype]) -> None:
                 numbers = (torch.zeros((n, m)[dim]), torch.zeros(()))
                 for steps in (3.0, scale):
                     kernels.move_factors(*moments, rows, steps, dim=dim)
+                    kernels.move_factors(coded[0], coded[2], rows, steps, scales=(coded[1], coded[3]), dim=dim)
                     kernels.move_factors(*moments, matrix, steps, indices=indices, dim=dim)
                 kernels.move_rows_(matrix, indices, matrix, *numbers, step_size=0.1, dim=dim, gather_grad=True, key=5)
                 kernels.move_rows_(matrix, indices, rows, *numbers, step_size=0.1, dim=dim, rows=rows, key=5)

@@ -87,7 +87,7 @@ def calls():
         "row_norms": (f,),
         "compact_adamw_": adam,
         "compact_adamw_8bit_": (f, i, None, f.clone(), *coded, ages, *adam[7:-1], 5),
-        "move_factors": (rows, rows.abs(), f, i, ages, 0.0, 0.9, 0.99, 1e-8),
+        "move_factors": (rows, rows.abs(), None, None, f, i, ages, 0.0, 0.9, 0.99, 1e-8),
         "move_rows_": (f, i, rows, rows.clone(), f[0].clone(), ages[0].clone(), ages.clone(), 0.1, False, 7),
         "compact_grad": (f, f.clone(), i),
         "row_sketch": (f, f.clone(), rows.t()),

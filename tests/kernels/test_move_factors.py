@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from grass.kernels import move_factors
+from grass.kernels import move_factors, random_bits
+from grass.kernels.moment_codes import decode_moment, encode_moment
 
 from .conftest import DEVICE, DTYPES, LAYOUTS, far_apart, laid_out
 
@@ -49,6 +50,31 @@ def test_equals_float64(shape, dtype, layout, moment_dtype, per_row, gather, dim
         ours = run(implementation, move_factors, *moments, grad if gather else compact, steps, dim=dim, **which)
         for result, exact in zip(ours, expected, strict=True):
             torch.testing.assert_close(result, exact, rtol=1e-5, atol=0)  # some thousand float32 squares
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shape", [(1, 1), (37, 131), (3, 700)], ids=str)
+def test_codes_of_8_bits_are_decoded(shape, dim, gather, layout, run) -> None:
+    """What comes of codes is what comes of the moments that they stand for."""
+    r = max(1, shape[dim] * 2 // 3)
+    first, second, grad, indices, ages = problem(shape, r, dim, torch.bfloat16, layout, torch.float32)
+    bits = random_bits(torch.arange(first.numel(), device=DEVICE), 3)
+    codes, scales = zip(encode_moment(first, True, bits), encode_moment(second.sqrt(), False, bits), strict=True)
+    decoded = decode_moment(codes[0], scales[0], True), decode_moment(codes[1], scales[1], False).square()
+    own = (grad, {"indices": indices}) if gather else (grad.index_select(dim, indices), {})
+    for implementation in ("triton", "torch"):
+        expected = run(implementation, move_factors, *decoded, own[0], ages, dim=dim, **own[1])
+        ours = run(implementation, move_factors, *codes, own[0], ages, dim=dim, scales=scales, **own[1])
+        for result, exact in zip(ours, expected, strict=True):
+            torch.testing.assert_close(result, exact, rtol=1e-6, atol=0)  # the same values, perhaps in other tiles
+
+
+def test_codes_must_be_dense(run) -> None:
+    codes, scale = torch.zeros(4, 8, dtype=torch.uint8, device=DEVICE)[:, ::2], torch.ones(1, device=DEVICE)
+    with pytest.raises(ValueError, match=r"exp_avg has codes with strides \(8, 2\), must be dense"):
+        run("triton", move_factors, codes, codes, torch.ones(4, 4, device=DEVICE), 1, scales=(scale, scale))
 
 
 def test_columns_without_gradient_have_no_factor(run) -> None:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from grass import GrassAdamW
 from grass.memory import state_bytes
 from grass.selection.exploration import explored_directions
-from grass.state.precision import read_moments
+from grass.state.precision import full_moments
 from grass.stepping import backends
 from tests.reference import gradients_for, run, uneven_gradients
 
@@ -98,7 +98,8 @@ def test_moves_by_the_moments_that_are_stored(moment_dtype: str, dim: int) -> No
     )
     (state,) = optimizer.state.values()
     (*_, gradient), rows, age = uneven_gradients(shape, 6), state["indices"], state["row_steps"].unsqueeze(1 - dim)
-    average, square = (moment.double() for moment in read_moments(state))
+    with full_moments(dict(state), moment_dtype, key=0) as moments:
+        average, square = (moment.double() for moment in moments)
     direction = average / (1 - betas[0] ** age) / ((square / (1 - betas[1] ** age)).sqrt() + eps)
     others = torch.tensor([row for row in range(shape[dim]) if row not in rows])
     grads = [gradient.float().double().index_select(dim, chosen) for chosen in (rows, others)]
