@@ -1,0 +1,79 @@
+"""Tables of what a GPU has measured."""
+
+from __future__ import annotations
+
+from page_tables.markdown import label, number, table
+from page_tables.source import Row, read, settings_of
+
+KERNELS = ("compact_grad", "compact_adamw_8bit", "move_factors", "move_rows")
+"""Those that were measured; the others did not fit into the time."""
+
+
+def steps() -> str:
+    """Whole training steps."""
+    header = ["", "ms", "tokens/s", "times AdamW", "peak"]
+    return table(
+        header,
+        (
+            [
+                label(row["optimizer"]),
+                number(row["step_ms"], ".0f"),
+                number(row["tokens_per_s"], ",.0f"),
+                number(row["times_adamw"], ".2f"),
+                f"{number(row['peak_gib'], '.1f')} GiB",
+            ]
+            for row in read("gpu/train_step.csv")
+        ),
+    )
+
+
+def kernels() -> str:
+    """Each kernel's share of the ceiling and how many times as fast as torch it is, over all its cases."""
+    header = ["", "cases", "share of the ceiling", "times as fast as its PyTorch version"]
+    rows = []
+    for name in KERNELS:
+        cases = read(f"gpu/{name}.csv")
+        shares = sorted(float(row["of_ceiling"]) for row in cases)
+        faster = sorted(float(row["torch_us"]) / float(row["us"]) for row in cases)
+        rows.append([f"`{name}`", str(len(cases)), _span(shares), _span(faster)])
+    return table(header, rows)
+
+
+def _span(values: list[float]) -> str:
+    return f"{values[0]:.2f} to {values[-1]:.2f}, median {values[len(values) // 2]:.2f}"
+
+
+def widths() -> str:
+    """Losses of AdamW with two rates and of Grass with n/16 at eight times its rate, for wide models."""
+    header = ["hidden size", "AdamW's rate of linear layers", "loss", "Grass, r = q = n/16, at eight times the rate"]
+    rows = []
+    for model, hidden in (("200m-wide", "2,048"), ("800m-wide", "4,096")):
+        cells = {_rate(row): row for row in read("gpu/cells.csv") if row["model"] == model}
+        adamw = sorted(rate for rate, row in cells.items() if "rank=1.0" in row["settings"])
+        for rate in adamw:
+            grass = cells.get(8 * rate)
+            loss = number(grass["loss_100"], ".3f") if grass and "compact=True" in grass["settings"] else "not run"
+            rows.append([hidden, f"{rate:.2g}", number(cells[rate]["loss_100"], ".3f"), loss])
+    return table(header, rows)
+
+
+def _rate(row: Row) -> float:
+    settings = settings_of(row)
+    return float(settings["lr"]) * float(settings["scale"])
+
+
+def host_time() -> str:
+    """What the host does in a step, before and after draws were made together."""
+    header = ["", "forward, ms", "backward, ms", "`step()`, ms", "before, ms"]
+    every = read("host_time.csv")
+    before = {row["optimizer"]: row for row in every if row["commit"] == every[0]["commit"]}
+    rows = (
+        [
+            label(row["optimizer"]),
+            *(number(row[name], ".0f") for name in ("forward_ms", "backward_ms", "step_ms")),
+            number(before[row["optimizer"]]["step_ms"], ".0f"),
+        ]
+        for row in every
+        if row["commit"] != every[0]["commit"]
+    )
+    return table(header, rows)
