@@ -8,11 +8,12 @@ export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:T
 # In long runs the loss goes with the number of columns that have moments (docs/quality.md). So moments have 8 bits, or lie on
 # the host, active rows have the weights' precision and are rounded stochastically, and --rank takes what that saves: mostly four
 # columns are selected for each that is explored.
-# The learning rate is one for AdamW at these sizes; by scale="auto" projected weights have n / (r + q) times as much. That factor is
-# extrapolated from models of a million parameters (docs/quality.md); at these sizes nothing has been tuned.
+# The learning rate is AdamW's at these sizes, that of the LLaMA paper (Touvron et al., 2023, table 2): 3e-4 for 7B and 13B, half of it for
+# larger ones; 1B has 5e-4. By scale="auto" projected weights have n / (r + q) times as much. That factor was measured up to a hidden
+# size of 4,096, in 270 steps (docs/benchmarks.md); at these sizes nothing has been tuned.
 training=(
     --dtype bf16 --checkpointing --chunked-loss 256
-    --lr 5e-4 --clip 1.0
+    --lr 3e-4 --clip 1.0
     --seq-len 2048 --steps 100000 --warmup 2000 --eval-every 1000 --save-every 1000
 )
 grass=(--optimizer grass --compact --active-dtype bfloat16 --stochastic-rounding --moment-dtype 8bit)

@@ -3,4 +3,4 @@
 #
 #     scripts/recipes/pretrain_llama_1b_8gb.sh [--smoke] [--resume] [--out DIRECTORY] [other flags of scripts/pretrain.py]
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-pretrain_grass --out runs/llama_1b_8gb --model 1b --rank 512 --explore 512 --batch-size 4 --accumulate 64 "$@"
+pretrain_grass --out runs/llama_1b_8gb --model 1b --lr 5e-4 --rank 512 --explore 512 --batch-size 4 --accumulate 64 "$@"

@@ -5,4 +5,4 @@
 #
 #     scripts/recipes/pretrain_llama_1b_8gb_offload_adamw.sh [--smoke] [--resume] [--out DIRECTORY] [other flags of scripts/pretrain.py]
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-pretrain --out runs/llama_1b_8gb_offload_adamw --model 1b --optimizer adamw --offload --offload-masters --batch-size 4 --accumulate 64 "$@"
+pretrain --out runs/llama_1b_8gb_offload_adamw --model 1b --lr 5e-4 --optimizer adamw --offload --offload-masters --batch-size 4 --accumulate 64 "$@"

@@ -5,4 +5,4 @@
 #
 #     scripts/recipes/pretrain_llama_30b_24gb.sh [--smoke] [--resume] [--out DIRECTORY] [other flags of scripts/pretrain.py]
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-pretrain_offloaded --out runs/llama_30b_24gb --model 30b --rank 832 --explore 208 --stream --host-activations --batch-size 8 --accumulate 32 "$@"
+pretrain_offloaded --out runs/llama_30b_24gb --model 30b --lr 1.5e-4 --rank 832 --explore 208 --stream --host-activations --batch-size 8 --accumulate 32 "$@"
