@@ -10,6 +10,7 @@ from .random_bits import make_key, random_bits, round_stochastically
 from .row_norms import row_norms
 from .row_sketch import row_sketch
 from .scatter_add_rows import scatter_add_cols, scatter_add_rows
+from .shrink import shrink_
 
 __all__ = [
     "compact_adamw_",
@@ -26,4 +27,5 @@ __all__ = [
     "row_sketch",
     "scatter_add_cols",
     "scatter_add_rows",
+    "shrink_",
 ]

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from grass.kernels import make_key, random_bits, round_stochastically
+from grass.kernels import shrink_ as shrink_by_kernel
 from grass.kernels.layout import in_memory_order, laid_out_as
 from grass.kernels.moment_codes import decode_moment, encode_moment
 from grass.kernels.random_bits import Stream
@@ -64,8 +65,7 @@ def shrink_(weight: Tensor, factor: float, key: int | None) -> None:
     if key is None or weight.dtype not in (torch.bfloat16, torch.float16):
         weight.mul_(factor)
         return
-    bits = random_bits(torch.arange(weight.numel(), device=weight.device).view(weight.shape), key, Stream.DECAY)
-    weight.copy_(round_stochastically(weight.float().mul_(factor), weight.dtype, bits))
+    shrink_by_kernel(weight, factor, key)
 
 
 _NONE = torch.empty(0, device="cpu")

@@ -4,8 +4,8 @@
     python scripts/bench/host_time.py --smoke
 
 A GPU waits where its host takes longer to queue a step than the GPU to run it. The model has 168 linear layers, as
-LLaMA 1B, and is so small that computing takes next to no time. It lies on the CPU, where grass is told to take its Triton
-kernels, whose launches are left out: on a GPU they and every operator cost some microseconds more. Gathering is done by
+LLaMA 1B, and is so small that computing takes next to no time. It lies on the CPU, where grass is told to take its
+Triton kernels, whose launches are left out: on a GPU they and every operator cost some microseconds more. Gathering is done by
 torch, because a step compares what was gathered. Medians of steps after the first ten. To measure another commit, put
 its package on ``PYTHONPATH``, with ``triton_kernels`` as ``grass/kernels``, and its name into ``GRASS_COMMIT``.
 """
@@ -46,16 +46,17 @@ def _nothing(kernel: Any = None, **options: Any) -> Any:
 
 triton.jit = _nothing  # before grass defines its kernels
 
-import grass
-from grass.command_line import ArgumentParser
-from grass.compact_mode import layer as compact_layer
-from grass.compact_mode import synced_rows
-from grass.kernels import dispatch, layout
-from grass.memory.llama import LlamaShape, llama_config
+import grass  # noqa: E402
+from grass.command_line import ArgumentParser  # noqa: E402
+from grass.compact_mode import layer as compact_layer  # noqa: E402
+from grass.compact_mode import synced_rows  # noqa: E402
+from grass.kernels import dispatch, layout  # noqa: E402
+from grass.memory.llama import LlamaShape, llama_config  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1]))
-import provenance
-from training.run.models import build_llama
+import provenance  # noqa: E402
+
+from training.run.models import build_llama  # noqa: E402
 
 runs_triton = dispatch.runs_triton
 

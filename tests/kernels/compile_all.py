@@ -114,6 +114,8 @@ def launch_everything(dtypes: list[torch.dtype]) -> None:
             kernels.scatter_add_cols(matrix, indices, torch.zeros(m, r, dtype=dtype), scale)
             kernels.row_norms(matrix, 0)
             kernels.row_norms(matrix, 1)
+            if dtype != torch.float32:
+                kernels.shrink_(matrix, 0.9, 5)
             for dim in (0, 1):
                 shape = (r, n) if dim == 0 else (m, r)
                 moments = [torch.zeros(shape) for _ in range(2)]

@@ -91,6 +91,7 @@ def calls():
         "move_rows_": (f, i, rows, rows.clone(), f[0].clone(), ages[0].clone(), ages.clone(), 0.1, False, 7),
         "compact_grad": (f, f.clone(), i),
         "row_sketch": (f, f.clone(), rows.t()),
+        "shrink_": (f.bfloat16(), 0.9, 7),
     }
 
 

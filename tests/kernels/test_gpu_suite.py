@@ -21,6 +21,7 @@ KERNELS = [
     "move_rows",
     "compact_grad",
     "row_sketch",
+    "shrink",
 ]
 WHOLE_STEPS = ["train_step", "capped_training", "offload", "offload_machine", "streaming"]
 """What else the suite measures."""
