@@ -5,9 +5,10 @@
 
 A GPU waits where its host takes longer to queue a step than the GPU to run it. The model has 168 linear layers, as
 LLaMA 1B, and is so small that computing takes next to no time. It lies on the CPU, where grass is told to take its
-Triton kernels, whose launches are left out: on a GPU they and every operator cost some microseconds more. Gathering is done by
-torch, because a step compares what was gathered. Medians of steps after the first ten. To measure another commit, put
-its package on ``PYTHONPATH``, with ``triton_kernels`` as ``grass/kernels``, and its name into ``GRASS_COMMIT``.
+Triton kernels. Their launches are left out: on a GPU they and every operator cost some microseconds more. Gathering is
+done by torch, because a step compares what was gathered. Medians of steps after the first ten. To measure another
+commit, put its package on ``PYTHONPATH``, with ``triton_kernels`` as ``grass/kernels``, and its name into
+``GRASS_COMMIT``.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _runs_triton(name: str, *arguments: object) -> bool:
     return name != "gather_rows" and runs_triton(name, *arguments)
 
 
-dispatch._obstacle = lambda tensors, types: None  # they are on the CPU
+dispatch.INTERPRETED, dispatch._obstacle = True, lambda tensors, types: None  # they are on the CPU
 dispatch.runs_triton = layout.runs_triton = _runs_triton
 synced_rows.looks_always = compact_layer.looks_always = lambda layer: False  # as on a GPU
 

@@ -19,8 +19,8 @@ KEYS = {
     "long-wide-loss-half": ("cells.csv: @long-wide-2 & 2150: loss_100", ".3f"),
     "long-wide-loss-quarter": ("cells.csv: @long-wide-4 & 2150: loss_100", ".3f"),
     "long-wide-loss-adamw": ("cells.csv: @long-wide-two-rates & 2150: loss_100", ".3f"),
-    "bytes-loss": ("cells.csv: @bytes-8bit & 2150: loss_100", ".3f"),
-    "bytes-float32-loss": ("cells.csv: @bytes-float32 & 2150: loss_100", ".3f"),
+    "bytes-loss": ("cells.csv: @bytes-8bit & 2150: mean loss_100", ".3f"),
+    "bytes-float32-loss": ("cells.csv: @bytes-float32 & 2150: mean loss_100", ".3f"),
     "long-loss-adamw-two-rates": ("cells.csv: @two-rates & 2150: mean loss_100", ".3f"),
     "long-loss-adamw": ("cells.csv: @adamw & 2150: mean loss_100", ".3f"),
 }
