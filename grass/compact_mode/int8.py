@@ -76,9 +76,14 @@ class Int8Storage(WeightStorage):
         layer.reload()
 
     def holds(self, layer: CompactLayer, *, probe: bool = False) -> bool:
-        """Whether the weight's rows equal the active rows to within one step of their codes; compares all of them."""
-        steps = self.scale(layer)[layer.chosen].unsqueeze(1 - layer.dim)
-        return bool(((self.gather(layer, layer.active_projector()) - layer.active).abs() <= steps).all())
+        """Whether the weight's rows equal the active rows to within one step of their codes; compares all of them.
+
+        Rows with values that are not finite are equal where the codes stand for such values too.
+        """
+        steps, rows = self.scale(layer)[layer.chosen].unsqueeze(1 - layer.dim), layer.active
+        close = (self.gather(layer, layer.active_projector()) - rows).abs() <= steps
+        broken = ~steps.isfinite() & ~rows.isfinite().all(1 - layer.dim, keepdim=True)
+        return bool((close | broken).all())
 
     def has_left(self, layer: CompactLayer, probed: list[Tensor]) -> bool:
         """Not known: codes do not hold rows exactly."""

@@ -18,10 +18,11 @@ def encode_weight(matrix: Tensor, dim: int, key: int | None = None) -> tuple[Ten
     """Codes ``(m, n)`` int8, in the layout of ``matrix``, and float32 scales: ``(m,)`` for ``dim=0``, else ``(n,)``.
 
     With a ``key`` rounding is stochastic, by random bits that depend on the key and an element's place. Without a key
-    it is to nearest.
+    it is to nearest. A row or column that has a value that is not finite is decoded as values that are none either.
     """
     largest = matrix.abs().amax(1 - dim).float()
-    scale = torch.where(largest > 0, largest, 1.0) / LEVELS
+    scale = torch.where(largest == 0, 1.0, largest) / LEVELS
+    scale = torch.where(scale.isfinite(), scale, float("nan"))
     levels = matrix.float() / scale.unsqueeze(1 - dim)
     if key is None:
         levels = levels.round_()

@@ -292,3 +292,24 @@ def test_misuse() -> None:
         grass.compact(model, rank=3, explore=0)
     assert "rank=3, dim=1, weights=int8" in repr(model.up)
     assert isinstance(model.up.storage, Int8Storage)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_broken_step_shows_in_the_loss(dtype: torch.dtype, dim: int, broken: float, caplog) -> None:
+    """Codes have no NaN: the scale has it. Nothing is taken for a change of the weight, and repaired rows count."""
+    model, optimizer = quantised(dtype, dim, selection="uniform", update_interval=100)
+    layer, data = model.up, batches(4, dtype=dtype)
+    train(model, optimizer, data[:2])
+    with torch.no_grad():
+        whole = layer.active.clone()
+    loss_of(model, data[2]).backward()
+    layer.active.grad.select(dim, 0)[0] = broken
+    optimizer.step()
+    optimizer.zero_grad()
+    assert loss_of(model, data[3]).isnan()
+    with torch.no_grad():
+        layer.active.copy_(whole)
+    assert loss_of(model, data[3]).isfinite()
+    assert not caplog.messages
