@@ -228,14 +228,14 @@ def _choose_rows(item: Trained, norms: Tensor, informative: bool | None, carry: 
 def _explore_other_rows(every: list[Trained], options: Options) -> None:
     """Draw the rows that layers explore in the coming step, and gather their values."""
     draws = Draws(options.fused)
-    alike: dict[tuple[Any, ...], list[tuple[CompactLayer, Tensor, int]]] = {}
+    alike: dict[tuple[Any, ...], list[tuple[CompactLayer, Tensor, tuple[int, int, int]]]] = {}
     for layer, state, position, _ in every:
         if not _draws_again(layer, state):
             continue
-        key = draw_key(options.seed, position, state["step"])
+        key = options.seed, position, state["step"]
         own: dict[str, Any] = layer._parameters | layer._buffers  # past __getattr__, which is slow
         places = own["weight"], layer.weight_axis(layer.dim), own["active"], layer.dim, own["chosen"], layer.rank
-        if own["weight"].ndim > 2 or not draws.add(*places, key):
+        if own["weight"].ndim > 2 or not draws.add(*places, draw_key(*key)):
             selected = state["indices"]
             numbers = layer.shape[layer.dim], layer.explored.numel(), layer.experts
             alike.setdefault((selected.device, len(selected), *numbers), []).append((layer, selected, key))

@@ -105,11 +105,11 @@ def draw_explored(
     Returns:
         int64 ``(count,)``, ascending, on the device of ``selected``.
     """
-    return draw_explored_of_each([selected], size, count, [draw_key(seed, parameter, step)], experts)[0]
+    return draw_explored_of_each([selected], size, count, [(seed, parameter, step)], experts)[0]
 
 
 def draw_explored_of_each(
-    selected: Sequence[Tensor], size: int, count: int, keys: Sequence[int], experts: int = 1
+    selected: Sequence[Tensor], size: int, count: int, keys: Sequence[tuple[int, int, int]], experts: int = 1
 ) -> list[Tensor]:
     """:func:`draw_explored` for several weights of one size and rank, a few operations for all: a GPU waits for less.
 
@@ -117,14 +117,15 @@ def draw_explored_of_each(
         selected: of each weight.
         size: of every weight.
         count: of every weight.
-        keys: the :func:`draw_key` of each.
+        keys: seed, place and step of each.
         experts: of every weight.
     """
     if len(keys) > 1 and len(keys) * size > DRAWN_AT_ONCE:
         half = len(keys) // 2
         parts = (selected[:half], keys[:half]), (selected[half:], keys[half:])
         return [rows for own, of in parts for rows in draw_explored_of_each(own, size, count, of, experts)]
-    bits: Tensor = random_bits_of_keys(torch.arange(size, device=selected[0].device), keys, Stream.DRAW)
+    rows = torch.arange(size, device=selected[0].device)
+    bits: Tensor = random_bits_of_keys(rows, [draw_key(*key) for key in keys], Stream.DRAW)
     taken = torch.stack(list(selected)) + first_rows(len(keys), len(keys) * size, bits.device)
     bits.view(-1).index_fill_(0, taken.flatten(), -1)
     of_each = bits.view(len(keys), experts, -1).topk(count // experts).indices.sort().values

@@ -75,7 +75,7 @@ def in_order(**key: str) -> float:
 
 
 def train(
-    *, folder: Path, device: str, grid: str, results: str, base: str, threads: int, on: str, **key: str
+    *, folder: Path, device: str, grid: str, results: str, base: str, threads: int, on: str = "cpu", **key: str
 ) -> Iterator[tuple[int, float]]:
     """One cell as a trial of a sweep: append its row to the results, and yield its losses.
 

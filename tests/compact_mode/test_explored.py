@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 import grass
 from grass import GrassAdamW
 from grass.selection import exploration
-from grass.selection.exploration import draw_explored, draw_explored_of_each, draw_key, resolve_explore
+from grass.selection.exploration import draw_explored, draw_explored_of_each, resolve_explore
 from tests.compact_mode.networks import (
     DIMS,
     PLAYED,
@@ -217,7 +217,7 @@ def test_draws_of_several_layers_are_those_of_each(
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exploration, "DRAWN_AT_ONCE", at_once)
-        drawn = draw_explored_of_each(selected, experts * size, of_all, [draw_key(*key) for key in keys], experts)
+        drawn = draw_explored_of_each(selected, experts * size, of_all, keys, experts)
     assert all(map(torch.equal, drawn, expected))
     assert len(drawn) == layers
 

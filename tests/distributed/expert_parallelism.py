@@ -187,6 +187,9 @@ def drawing_as_ranks(ranks: int) -> Iterator[None]:
             ]
         )
 
+    def explored_of_each(rows: Any, size: int, count: int, keys: Any, experts: int = 1) -> list[Tensor]:
+        return [explored(own, size, count, *key, experts) for own, key in zip(rows, keys, strict=True)]
+
     def first(layer: Any) -> Tensor:
         (seed, place), size = layer.first_draw, layer.shape[layer.dim] // ranks
         counts = [count // ranks for count in layer.counts()]
@@ -204,5 +207,6 @@ def drawing_as_ranks(ranks: int) -> Iterator[None]:
         patch.setattr(refresh, "cycle_generator", of_each(draws.cycle_generator))
         patch.setattr(refresh, "select_rows", selected)
         patch.setattr(refresh_cycle, "draw_explored", explored)
+        patch.setattr(refresh_cycle, "draw_explored_of_each", explored_of_each)
         patch.setattr(ExpertRows, "draw_first", first)
         yield

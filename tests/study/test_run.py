@@ -67,7 +67,7 @@ def started(tmp_path, cell):
 def test_a_trial_appends_the_row_of_its_cell(tmp_path, grid_file, monkeypatch):
     values = {name: f"{1 / (1 + i):.4f}" for i, name in enumerate(CURVE)}
     asked = []
-    monkeypatch.setattr(study, "run_cell", lambda cell, grid, base: asked.append((cell, base)) or values)
+    monkeypatch.setattr(study, "run_cell", lambda cell, grid, base, device: asked.append((cell, base)) or values)
     cell = load_grid(grid_file).cells[3]
     yielded = list(started(tmp_path, cell))
     assert yielded == [(i + 1, float(value)) for i, value in enumerate(values.values())]
@@ -76,7 +76,7 @@ def test_a_trial_appends_the_row_of_its_cell(tmp_path, grid_file, monkeypatch):
 
 
 def test_a_stopped_cell_leaves_no_row(tmp_path, grid_file, monkeypatch):
-    monkeypatch.setattr(study, "run_cell", lambda cell, grid, base: None)
+    monkeypatch.setattr(study, "run_cell", lambda cell, grid, base, device: None)
     with pytest.raises(SystemExit):
         list(started(tmp_path, load_grid(grid_file).cells[0]))
     assert not (tmp_path / "cells.csv").exists()
