@@ -188,8 +188,8 @@ def test_a_signal_leaves_no_row(base, monkeypatch):
 def test_a_missing_base_is_made_for_finetuning_alone(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(study, "ensure_base", lambda path: asked.append(path) or path)
-    monkeypatch.setattr(study, "pretrain", lambda cell, data: {"loss_100": 1})
-    monkeypatch.setattr(study, "finetune", lambda cell, config, base: {"loss_100": config, "accuracy": base})
+    monkeypatch.setattr(study, "pretrain", lambda cell, data, device: {"loss_100": 1})
+    monkeypatch.setattr(finetuning, "finetune", lambda cell, config, base: {"loss_100": config, "accuracy": base})
     grid = Grid(data=DataConfig(), finetuning=CONFIGS, studies=())
     assert study.run_cell(cell("pretrain"), grid, tmp_path)["loss_100"] == 1
     assert asked == []
