@@ -16,7 +16,7 @@ script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "bench" / "c
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["13b_40gb", "13b_24gb"])
 def test_trains_through_refreshes_with_falling_loss(name):
-    case = dataclasses.replace(script["CASES"][name], model="1m", rank=16, explore=4)
+    case = dataclasses.replace(script["CASES"][name], model="1m", rank=16, explore=4, lr=1e-3)
     row = script["run"](case, 32, "cpu")
     assert (row["steps"], row["refreshes"]) == (20, 2)
     assert row["last_loss"] < 0.9 * row["first_loss"]
