@@ -98,7 +98,7 @@ class ExpertRows(CompactLayer):
         return rows if out is None else out.copy_(rows)
 
     def take_probed(self, weight: Tensor) -> list[Tensor]:
-        """As :meth:`ActiveRows.take_probed`; copies unless the weight is stored :attr:`by_rows`."""
+        """As :meth:`ActiveRows.take_probed`."""
         if self.by_rows:
             return super().take_probed(weight)
         return [self.take(weight, Projector(self.chosen[i : i + 1], None, self.dim)) for i in self.probed()]

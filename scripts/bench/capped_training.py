@@ -155,9 +155,7 @@ def train(case: Case, config: object, setting: Setting, batches: Batches, device
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        if device == "cuda":
-            torch.cuda.synchronize()
+        losses.append(loss.item())  # waits for the step
         times.append(time.perf_counter() - begin)
     refreshed = {state["refreshes"] for state in optimizer.state.values() if "indices" in state}
     assert refreshed == {1 + STEPS // REFRESH_EVERY}, f"{refreshed} selections instead of {1 + STEPS // REFRESH_EVERY}"

@@ -48,12 +48,12 @@ def widths() -> str:
     header = ["hidden size", "AdamW's rate of linear layers", "loss", "Grass, r = q = n/16, at eight times the rate"]
     rows = []
     for model, hidden in (("200m-wide", "2,048"), ("800m-wide", "4,096")):
-        cells = {_rate(row): row for row in read("gpu/cells.csv") if row["model"] == model}
-        adamw = sorted(rate for rate, row in cells.items() if "rank=1.0" in row["settings"])
-        for rate in adamw:
-            grass = cells.get(8 * rate)
-            loss = number(grass["loss_100"], ".3f") if grass and "compact=True" in grass["settings"] else "not run"
-            rows.append([hidden, f"{rate:.2g}", number(cells[rate]["loss_100"], ".3f"), loss])
+        cells = [row for row in read("gpu/cells.csv") if row["model"] == model]
+        adamw, grass = (
+            {_rate(row): number(row["loss_100"], ".3f") for row in cells if settings_of(row).get("rank") == rank}
+            for rank in ("1.0", "0.0625")
+        )
+        rows += [[hidden, f"{rate:.2g}", adamw[rate], grass.get(8 * rate, "not run")] for rate in sorted(adamw)]
     return table(header, rows)
 
 
