@@ -8,6 +8,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def of_one_kind(items: Iterable[T], kind: Callable[[T], object]) -> list[list[T]]:
+    """Items of equal kind together, in the order of the first of each."""
+    kinds: dict[object, list[T]] = {}
+    for item in items:
+        kinds.setdefault(kind(item), []).append(item)
+    return list(kinds.values())
+
+
 def batches(
     items: Iterable[T], size: Callable[[T], int], limit: int, kind: Callable[[T], object] = lambda item: None
 ) -> Iterator[list[T]]:

@@ -69,7 +69,7 @@ if wanted tests && [ ${#smoke[@]} -eq 0 ]; then
     run tests 300 "$python" -m pytest -m gpu -p no:cacheprovider -v --tb=short --durations=10 ${parallel[@]+"${parallel[@]}"} tests/kernels "${marked[@]}"
 fi
 kernels=(gather_rows scatter_add_rows row_norms compact_adamw compact_adamw_8bit move_factors move_rows compact_grad)
-kernels+=(row_sketch shrink)
+kernels+=(row_sketch shrink reload_rows)
 if wanted kernels; then # in one process: imports take longer than the kernels
     run kernels 240 "$python" -c '
 import runpy, sys, traceback

@@ -7,6 +7,7 @@ from .gather_rows import gather_cols, gather_rows
 from .move_factors import move_factors
 from .move_rows import move_rows_
 from .random_bits import make_key, random_bits, round_stochastically
+from .reload_rows import reload_rows_
 from .row_norms import row_norms
 from .row_sketch import row_sketch
 from .scatter_add_rows import scatter_add_cols, scatter_add_rows
@@ -22,6 +23,7 @@ __all__ = [
     "move_factors",
     "move_rows_",
     "random_bits",
+    "reload_rows_",
     "round_stochastically",
     "row_norms",
     "row_sketch",

@@ -1,4 +1,4 @@
-r"""One AdamW step of the chosen rows of a weight, in one pass over them.
+r"""One AdamW step of the chosen rows of weights, in one pass over them.
 
 For row ``j`` of ``r``, which is row ``sigma_j`` of the weight ``W (m, n)``, at its own step ``t_j``::
 
@@ -18,6 +18,9 @@ gradient. About ``15 r n`` FLOPs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import repeat
+
 import torch
 from torch import Tensor
 
@@ -26,69 +29,71 @@ from .dispatch import kernel_op
 from .language import cdiv, is_column_major, jit, logarithm, narrowed, tile, tl
 from .random_bits import (
     Stream,
-    key_words,
     random_bits,
     random_bits_kernel,
     round_stochastically,
     round_stochastically_kernel,
 )
+from .together import batches_of_alike, first_of, from_table, located, table_of
 
 
 def compact_adamw_(
-    weight: Tensor,
-    indices: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    row_steps: Tensor | float,
+    weights: Sequence[Tensor],
+    indices: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    row_steps: Sequence[Tensor] | float,
     *,
     dim: int = 0,
-    rows: Tensor | None = None,
+    rows: Sequence[Tensor] | None = None,
     gather_grad: bool = False,
     step_size: float,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     shrink: float = 1.0,
     maximize: bool = False,
-    key: int | None = None,
-    moment_key: int | None = None,
+    keys: Sequence[int] | None = None,
+    moment_keys: Sequence[int] | None = None,
 ) -> None:
-    """Step the chosen rows (``dim=1``: columns) of ``weight``; also updates both moments and ``rows``, in place.
+    """Step the chosen rows (``dim=1``: columns) of each weight; also updates both moments and ``rows``, in place.
+
+    Weights that are alike share a launch; the bits of each are those of a call for it alone.
 
     Args:
-        weight: ``(m, n)``, any strides.
-        indices: int64 ``(r,)``, distinct, each in ``[0, m)`` (``dim=1``: ``[0, n)``). Kernels do not check the range.
-        grad: the compact gradient ``(r, n)`` (``(m, r)``), or with ``gather_grad`` the full one.
-        exp_avg: ``M``, ``(r, n)`` (``(m, r)``).
-        exp_avg_sq: ``V``, likewise.
-        row_steps: Adam steps of the rows, this one included: a number, or float ``(r,)``.
+        weights: each ``(m, n)``, any strides.
+        indices: of each weight int64 ``(r,)``, distinct, in ``[0, m)`` (``dim=1``: ``[0, n)``). Kernels do not check.
+        grads: of each the compact gradient ``(r, n)`` (``(m, r)``), or with ``gather_grad`` the full one.
+        exp_avgs: ``M`` of each, ``(r, n)`` (``(m, r)``).
+        exp_avg_sqs: ``V``, likewise.
+        row_steps: Adam steps of the rows, this one included: a number for all, or of each weight float ``(r,)``.
         dim: 0 for rows, 1 for columns.
-        rows: the values ``w``, ``(r, n)`` (``(m, r)``), where the weight's own do not serve.
-        gather_grad: whether ``grad`` is the full gradient.
+        rows: the values ``w`` of each, ``(r, n)`` (``(m, r)``), where the weights' own do not serve.
+        gather_grad: whether ``grads`` are the full gradients.
         step_size: the learning rate.
         betas: decay rates of the moments.
         eps: added to the denominator.
         shrink: ``1 - lr weight_decay``.
         maximize: ascend.
-        key: of stochastic rounding of the values, :func:`random_bits.make_key`; ``None`` rounds to nearest.
-        moment_key: the same for the moments.
+        keys: of stochastic rounding of each one's values, :func:`random_bits.make_key`; ``None`` rounds to nearest.
+        moment_keys: the same for the moments.
     """
-    if dim == 1:
-        weight, grad, exp_avg, exp_avg_sq = weight.t(), grad.t(), exp_avg.t(), exp_avg_sq.t()
-        rows = None if rows is None else rows.t()
-    ages, step = (row_steps, 0.0) if isinstance(row_steps, Tensor) else (None, float(row_steps))
-    tensors = weight, indices, rows, grad, exp_avg, exp_avg_sq, ages
-    _compact_adamw(*tensors, step, step_size, *betas, eps, shrink, maximize, gather_grad, key, moment_key)
+    ages, step = (row_steps, 0.0) if isinstance(row_steps, Sequence) else (None, float(row_steps))
+    numbers = dim, step, step_size, *betas, eps, shrink, maximize, gather_grad
+    columns = weights, indices, rows, grads, exp_avgs, exp_avg_sqs, ages
+    for *tensors, own_keys, own_moment_keys in batches_of_alike(columns, (keys, moment_keys)):
+        _compact_adamw(*tensors, *numbers, own_keys, own_moment_keys)
 
 
 def _twin(
-    weight: Tensor,
-    indices: Tensor,
-    rows: Tensor | None,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    ages: Tensor | None,
+    weights: list[Tensor],
+    indices: list[Tensor],
+    rows: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    ages: list[Tensor],
+    dim: int,
     step: float,
     step_size: float,
     beta1: float,
@@ -97,30 +102,28 @@ def _twin(
     shrink: float,
     maximize: bool,
     gather_grad: bool,
-    key: int | None,
-    moment_key: int | None,
+    keys: list[int],
+    moment_keys: list[int],
 ) -> None:
-    wide = torch.promote_types(exp_avg.dtype, torch.float32)
-    first, second = exp_avg.to(wide), exp_avg_sq.to(wide)
-    c = StepCoefficients.at(step if ages is None else ages.to(wide), step_size, (beta1, beta2)).along(0)
-    compact = (grad.index_select(0, indices) if gather_grad else grad).to(wide)
-    old = weight.index_select(0, indices) if rows is None else rows
-    new = old.to(wide, copy=rows is not None)
-    adamw_([new], [compact], [first], [second], [c], [shrink], betas=(beta1, beta2), eps=eps, maximize=maximize)
-    counter = indices.unsqueeze(1) * weight.shape[1] + torch.arange(weight.shape[1], device=weight.device)
-    for stream, moment, value in ((Stream.EXP_AVG, exp_avg, first), (Stream.EXP_AVG_SQ, exp_avg_sq, second)):
-        if value is not moment:
-            moment.copy_(_rounded(value, moment.dtype, counter, moment_key, stream))
-    value = _rounded(new, old.dtype, counter, key, Stream.VALUES)
-    if rows is not None:
-        rows.copy_(value)
-    weight.index_copy_(0, indices, value.to(weight.dtype))
-
-
-def moment_words(key: int) -> tuple[int, int, int]:
-    """The words of a key for both moments, as kernels take them: they share the low one."""
-    low, first_high = key_words(key, Stream.EXP_AVG)
-    return low, first_high, key_words(key, Stream.EXP_AVG_SQ)[1]
+    matrices = (map(Tensor.t, column) if dim == 1 else column for column in (weights, grads, exp_avgs, exp_avg_sqs))
+    owns = [own.t() for own in rows] if dim == 1 else rows
+    columns = *matrices, indices, *(column or repeat(None) for column in (owns, ages, keys, moment_keys))
+    for weight, grad, exp_avg, exp_avg_sq, chosen, own, age, key, moment_key in zip(*columns, strict=False):
+        wide = torch.promote_types(exp_avg.dtype, torch.float32)
+        first, second = exp_avg.to(wide), exp_avg_sq.to(wide)
+        c = StepCoefficients.at(step if age is None else age.to(wide), step_size, (beta1, beta2)).along(0)
+        compact = (grad.index_select(0, chosen) if gather_grad else grad).to(wide)
+        old = weight.index_select(0, chosen) if own is None else own
+        new = old.to(wide, copy=own is not None)
+        adamw_([new], [compact], [first], [second], [c], [shrink], betas=(beta1, beta2), eps=eps, maximize=maximize)
+        counter = chosen.unsqueeze(1) * weight.shape[1] + torch.arange(weight.shape[1], device=weight.device)
+        for stream, moment, value in ((Stream.EXP_AVG, exp_avg, first), (Stream.EXP_AVG_SQ, exp_avg_sq, second)):
+            if value is not moment:
+                moment.copy_(_rounded(value, moment.dtype, counter, moment_key, stream))
+        value = _rounded(new, old.dtype, counter, key, Stream.VALUES)
+        if own is not None:
+            own.copy_(value)
+        weight.index_copy_(0, chosen, value.to(weight.dtype))
 
 
 def _rounded(x: Tensor, dtype: torch.dtype, counter: Tensor, key: int | None, stream: Stream) -> Tensor:
@@ -130,13 +133,14 @@ def _rounded(x: Tensor, dtype: torch.dtype, counter: Tensor, key: int | None, st
 
 
 def _launch(
-    weight: Tensor,
-    indices: Tensor,
-    rows: Tensor | None,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    ages: Tensor | None,
+    weights: list[Tensor],
+    indices: list[Tensor],
+    rows: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    ages: list[Tensor],
+    dim: int,
     step: float,
     step_size: float,
     beta1: float,
@@ -145,20 +149,20 @@ def _launch(
     shrink: float,
     maximize: bool,
     gather_grad: bool,
-    key: int | None,
-    moment_key: int | None,
+    keys: list[int],
+    moment_keys: list[int],
 ) -> None:
+    columns = weights, indices, rows or weights, grads, exp_avgs, exp_avg_sqs, ages
+    table, aligned = table_of(columns, (keys, moment_keys))
+    weight, chosen, values, grad, exp_avg, exp_avg_sq, age = first_of(columns, dim)
     r, n = exp_avg.shape
-    values = weight if rows is None else rows
-    transposed = is_column_major(weight)
-    block_r, block_n = tile(r, n, transposed, elements=1024)
+    block_r, block_n = tile(r, n, is_column_major(weight), elements=1024)
     logs = logarithm(beta1), logarithm(beta2)
-    words = *key_words(key or 0), *moment_words(moment_key or 0)
     strides = *weight.stride(), *values.stride(), *grad.stride(), *exp_avg.stride(), *exp_avg_sq.stride()
     hyperparameters = step, step_size, *logs, 1 - beta1, beta2, 1 - beta2, eps, shrink, -1.0 if maximize else 1.0
-    flags = rows is not None, gather_grad, ages is not None, key is not None, moment_key is not None
-    _compact_adamw_kernel[cdiv(r, block_r), cdiv(n, block_n)](
-        weight, indices, values, grad, exp_avg, exp_avg_sq, ages, r, n, *strides, *hyperparameters, *words, *flags,
+    flags = bool(rows), gather_grad, bool(ages), bool(keys), bool(moment_keys), aligned
+    _compact_adamw_kernel[cdiv(r, block_r), cdiv(n, block_n), len(weights)](
+        weight, chosen, values, grad, exp_avg, exp_avg_sq, age, table, r, n, *strides, *hyperparameters, *flags,
         block_r, block_n,
     )  # fmt: skip
 
@@ -174,11 +178,11 @@ def _correction(steps, log_beta):
 
 
 @jit
-def _store(place, value, inside, counter, key_low, key_high, STOCHASTIC: tl.constexpr):
+def _store(place, value, inside, counter, key, STREAM: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Store ``value``, rounded to the type of ``place``; returns it so."""
     dtype: tl.constexpr = place.dtype.element_ty
     if STOCHASTIC and dtype != tl.float32:
-        rounded = round_stochastically_kernel(value, dtype, random_bits_kernel(counter, key_low, key_high))
+        rounded = round_stochastically_kernel(value, dtype, random_bits_kernel(counter, key, STREAM))
     else:
         rounded = narrowed(value, dtype)
     tl.store(place, rounded, mask=inside)
@@ -187,19 +191,26 @@ def _store(place, value, inside, counter, key_low, key_high, STOCHASTIC: tl.cons
 
 @jit
 def _compact_adamw_kernel(
-    weight, indices, values, grad, exp_avg, exp_avg_sq, ages, r, n,
+    weight, indices, values, grad, exp_avg, exp_avg_sq, ages, table, r, n,
     weight_row, weight_col, value_row, value_col, grad_row, grad_col, m_row, m_col, v_row, v_col,
     step, step_size, log_beta1, log_beta2, complement1, beta2, complement2, eps, shrink, sign,
-    key_low, key_high, moment_low, first_high, second_high,
     HAS_ROWS: tl.constexpr, GATHER_GRAD: tl.constexpr, PER_ROW: tl.constexpr,
-    STOCHASTIC: tl.constexpr, STOCHASTIC_MOMENTS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, STOCHASTIC_MOMENTS: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    weight, indices = located(weight, table, 0, ALIGNED), located(indices, table, 1, ALIGNED)
+    values, grad = located(values, table, 2, ALIGNED), located(grad, table, 3, ALIGNED)
+    exp_avg, exp_avg_sq = located(exp_avg, table, 4, ALIGNED), located(exp_avg_sq, table, 5, ALIGNED)
+    key, moment_key = from_table(table, 7), from_table(table, 8)
+
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     there = row < r
     target = tl.load(indices + row, mask=there, other=0)[:, None]
-    steps = tl.load(ages + row, mask=there, other=1.0) if PER_ROW else tl.full([BLOCK_R], 0.0, tl.float32) + step
+    if PER_ROW:
+        steps = tl.load(located(ages, table, 6, ALIGNED) + row, mask=there, other=1.0)
+    else:
+        steps = tl.full([BLOCK_R], 0.0, tl.float32) + step
     size = (step_size / _correction(steps, log_beta1))[:, None]
     root = tl.sqrt(_correction(steps, log_beta2))[:, None]
     row, inside = row[:, None], there[:, None] & (col < n)
@@ -217,18 +228,18 @@ def _compact_adamw_kernel(
     w = w * shrink - size * (m / (tl.sqrt(v) / root + eps))
 
     counter = target * n + col
-    _store(m_at, m, inside, counter, moment_low, first_high, STOCHASTIC_MOMENTS)
-    _store(v_at, v, inside, counter, moment_low, second_high, STOCHASTIC_MOMENTS)
-    w = _store(value_at, w, inside, counter, key_low, key_high, STOCHASTIC)
+    _store(m_at, m, inside, counter, moment_key, 1, STOCHASTIC_MOMENTS)
+    _store(v_at, v, inside, counter, moment_key, 2, STOCHASTIC_MOMENTS)
+    w = _store(value_at, w, inside, counter, key, 0, STOCHASTIC)
     if HAS_ROWS:
         w = w.to(tl.float32)
         tl.store(weight + target * weight_row + col * weight_col, narrowed(w, weight.dtype.element_ty), mask=inside)
 
 
 _compact_adamw = kernel_op(
-    "compact_adamw_(Tensor(a!) weight, Tensor indices, Tensor(b!)? rows, Tensor grad, Tensor(c!) exp_avg, "
-    "Tensor(d!) exp_avg_sq, Tensor? ages, float step, float step_size, float beta1, float beta2, float eps, "
-    "float shrink, bool maximize, bool gather_grad, int? key, int? moment_key) -> ()",
+    "compact_adamw_(Tensor(a!)[] weights, Tensor[] indices, Tensor(b!)[] rows, Tensor[] grads, Tensor(c!)[] exp_avgs, "
+    "Tensor(d!)[] exp_avg_sqs, Tensor[] ages, int dim, float step, float step_size, float beta1, float beta2, "
+    "float eps, float shrink, bool maximize, bool gather_grad, int[] keys, int[] moment_keys) -> ()",
     twin=_twin,
     launch=_launch,
     fake=lambda *_: None,

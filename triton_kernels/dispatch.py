@@ -62,7 +62,8 @@ def runs_triton(name: str, *args: Any) -> bool:
     Raises:
         ValueError: ``GRASS_KERNELS`` is neither ``torch`` nor ``triton``.
     """
-    tensors = [a for a in args if isinstance(a, Tensor)]
+    first = (a[0] if isinstance(a, list) and a else a for a in args)  # those of a list are alike
+    tensors = [a for a in first if isinstance(a, Tensor)]
     if not wants_triton(tensors[0].device.type):
         return False
     reason = _obstacle(tensors, _TYPES.get(name, REAL | {torch.int64}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections.abc import Callable
@@ -20,16 +19,9 @@ INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in Triton's interpreter, on CPU tensors: settled when they are defined."""
 
 
-KEYS = ("key_low", "key_high", "moment_low", "first_high", "second_high")
-"""Arguments that differ in every call: kernels are not compiled anew for keys that happen to be multiples of 16."""
-
-
 def jit(kernel: Callable[..., Any]) -> Any:
     """``triton.jit`` where there is Triton."""
-    if triton is None:
-        return kernel
-    keys = [name for name in inspect.signature(kernel).parameters if name in KEYS]
-    return triton.jit(kernel, do_not_specialize=keys)
+    return kernel if triton is None else triton.jit(kernel)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -48,21 +48,18 @@ def make_key(*parts: int) -> int:
 
 
 def key_words(key: int, stream: int = Stream.VALUES) -> tuple[int, int]:
-    """The two words of a key as signed 32-bit integers, as kernels take them; each stream has its own bits."""
-    words = key & _MASK, (key >> 32) + stream * _CARRY & _MASK
-    low, high = (word - 2**32 if word >= 2**31 else word for word in words)
-    return low, high
+    """The two words of a key, each in ``[0, 2^32)``; each stream has its own bits."""
+    return key & _MASK, (key >> 32) + stream * _CARRY & _MASK
 
 
 def random_bits(counter: Tensor, key: int, stream: int = Stream.VALUES) -> Tensor:
     """32 random bits for each int64 ``counter >= 0``, as int64 in ``[0, 2^32)``."""
-    low, high = (word & _MASK for word in key_words(key, stream))
-    return _mixed(counter, low, high)
+    return _mixed(counter, *key_words(key, stream))
 
 
 def random_bits_of_keys(counter: Tensor, keys: Sequence[int], stream: int = Stream.VALUES) -> Tensor:
     """:func:`random_bits` of the counters ``(n,)`` for each of several keys: ``(len(keys), n)``."""
-    words = torch.tensor([key_words(key, stream) for key in keys], dtype=torch.int64, device="cpu") & _MASK
+    words = torch.tensor([key_words(key, stream) for key in keys], dtype=torch.int64, device="cpu")
     words = words.to(counter.device, non_blocking=True)  # a GPU is not waited for: this memory is staged at once
     return _mixed(counter, words[:, :1], words[:, 1:])
 
@@ -102,11 +99,12 @@ def mix_kernel(word):
 
 
 @jit
-def random_bits_kernel(counter, key_low, key_high):
-    """:func:`random_bits` as uint32, for int64 counters and the words of :func:`key_words`."""
-    mixed = mix_kernel(counter.to(tl.uint32) ^ key_low.to(tl.uint32, bitcast=True))
-    carry = (counter >> 32).to(tl.uint32) * 0x9E3779B1
-    return mix_kernel(mixed + key_high.to(tl.uint32, bitcast=True) + carry)
+def random_bits_kernel(counter, key, STREAM: tl.constexpr):
+    """:func:`random_bits` as uint32, for int64 counters and an int64 key."""
+    mixed = mix_kernel(counter.to(tl.uint32) ^ key.to(tl.uint32))
+    of_stream: tl.constexpr = (STREAM * 0x9E3779B1) & 0xFFFFFFFF
+    high = (key >> 32).to(tl.uint32) + of_stream
+    return mix_kernel(mixed + high + (counter >> 32).to(tl.uint32) * 0x9E3779B1)
 
 
 @jit

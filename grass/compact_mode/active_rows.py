@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from grass.batches import of_one_kind
+from grass.kernels import reload_rows_
 from grass.parallel.shards import local
 from grass.selection.draws import draw_generator
 from grass.selection.projector import Projector
@@ -54,6 +57,10 @@ class ActiveRows(nn.Module):
     def matrix(self) -> Tensor:
         """:meth:`stored` as ``(m, n)``, output features first: a view, except for experts (:meth:`as_matrix`)."""
         return self.as_matrix(self.stored())
+
+    def plain_matrix(self) -> Tensor | None:
+        """:meth:`matrix` if that is a view of plain values."""
+        return self.matrix()
 
     def as_matrix(self, weight: Tensor) -> Tensor:
         """A tensor of the weight's shape as ``(m, n)``; a view, except for experts."""
@@ -164,12 +171,6 @@ class ActiveRows(nn.Module):
         self.selected.copy_(indices)
         self.selections += 1
 
-    @torch.no_grad()
-    def explore(self, indices: Tensor) -> None:
-        """Make ``indices (q,)`` the explored rows, with the weight's values."""
-        self.explored.copy_(indices)
-        self.gather(Projector(self.explored, None, self.dim), out=self.explored_part(self.rows()))
-
     def draw_first(self) -> Tensor:
         """The rows that a conversion chooses, uniformly unless it calibrates: int64 ``(r + q,)`` on the CPU."""
         if self.first_rows is not None:
@@ -185,3 +186,17 @@ class ActiveRows(nn.Module):
         """Rank, dim and how many rows are explored, as keyword arguments."""
         explored = len(self.explored)
         return f"rank={self.rank}, dim={self.dim}" + (f", explore={explored}" if explored else "")
+
+
+@torch.no_grad()
+def explore(layers: Sequence[ActiveRows], drawn: Sequence[Tensor]) -> None:
+    """Make rows ``(q,)`` of each layer its explored ones, with its weight's values."""
+    torch._foreach_copy_([layer.explored for layer in layers], list(drawn))
+    places = [(layer, layer.explored_part(layer.rows()), layer.explored, layer.plain_matrix()) for layer in layers]
+    for layer, rows, explored, matrix in places:
+        if matrix is None:
+            layer.gather(Projector(explored, None, layer.dim), out=rows)
+    plain = [(rows, matrix, explored, layer.dim) for layer, rows, explored, matrix in places if matrix is not None]
+    for alike in of_one_kind(plain, lambda place: place[-1]):
+        rows_of_each, matrices, indices, dims = zip(*alike, strict=True)
+        reload_rows_(rows_of_each, matrices, indices, dim=dims[0])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from grass.compact_mode.active_rows import explore
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.refresh_cycle import gathered_norms
 from grass.parallel.ranks import Ranks
@@ -36,7 +37,7 @@ def calibrate(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
         if layer_norms.any():
             generator = draw_generator(*layer.first_draw)  # for experts without tokens
             layer.select(select_rows(layer_norms, layer.rank, generator=generator, experts=layer.experts).indices)
-            layer.explore(_first_explored(layer))
+            explore([layer], [_first_explored(layer)])
             layer.first_rows = layer.chosen.to("cpu", copy=True)
 
 

@@ -89,6 +89,10 @@ class ExpertRows(CompactLayer):
         rows = (weight if self.by_rows else weight.transpose(1, 2)).flatten(0, 1)
         return rows if self.dim == 0 else rows.t()
 
+    def plain_matrix(self) -> Tensor | None:
+        """As :meth:`CompactLayer.plain_matrix`: :meth:`matrix` may be a copy."""
+        return super().plain_matrix() if self.by_rows else None
+
     def take(self, weight: Tensor, projector: Projector, out: Tensor | None = None) -> Tensor:
         """As :meth:`ActiveRows.take`."""
         if self.by_rows:

@@ -179,6 +179,10 @@ class CompactLayer(ActiveRows):
         """The name of the weight in the plain model's ``state_dict``, given this layer's prefix."""
         return f"{prefix}weight"
 
+    def plain_matrix(self) -> Tensor | None:
+        """As :meth:`ActiveRows.plain_matrix`: codes are no values."""
+        return None if self.weights else super().plain_matrix()
+
     def scale(self) -> Tensor | None:
         """:meth:`WeightStorage.scale`."""
         return self.storage.scale(self)

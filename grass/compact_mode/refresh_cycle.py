@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grass.compact_mode.active_rows import explore
 from grass.compact_mode.layer import CompactLayer
 from grass.cpu.draw import Draws
 from grass.options import Options
@@ -242,8 +243,7 @@ def _explore_other_rows(every: list[Trained], options: Options) -> None:
     draws.run()
     for (_, _, size, count, experts), of_one_kind in alike.items():
         layers, selected_rows, keys = zip(*of_one_kind, strict=True)
-        for layer, rows in zip(layers, draw_explored_of_each(selected_rows, size, count, keys, experts), strict=True):
-            layer.explore(rows)
+        explore(layers, draw_explored_of_each(selected_rows, size, count, keys, experts))
 
 
 def _drawn(layer: CompactLayer, state: State, key: tuple[int, int, int]) -> Tensor:

@@ -63,7 +63,7 @@ class WeightStorage:
 
     def decay_(self, layer: CompactLayer, factor: float, key: int | None = None) -> None:
         """``W <- factor W``. With a ``key``, a half-precision weight is rounded stochastically."""
-        shrink_(layer.stored(), factor, key)
+        shrink_([layer.stored()], factor, None if key is None else [key])
 
     def unconvert(self, layer: CompactLayer) -> None:
         """Make the weight plain, with the values of the active rows."""

@@ -60,12 +60,15 @@ def full_moments(state: State, precision: str, key: int) -> Iterator[tuple[Tenso
             _store(state, name, precision, key, stream)
 
 
-def shrink_(weight: Tensor, factor: float, key: int | None) -> None:
-    """``weight *= factor``; with a ``key``, a half-precision weight is rounded stochastically."""
-    if key is None or weight.dtype not in (torch.bfloat16, torch.float16):
-        weight.mul_(factor)
-        return
-    shrink_by_kernel(weight, factor, key)
+def shrink_(weights: list[Tensor], factor: float, keys: list[int] | None) -> None:
+    """``weight *= factor`` for each; with ``keys``, those in half precision are rounded stochastically."""
+    rounded = [keys is not None and weight.dtype in (torch.bfloat16, torch.float16) for weight in weights]
+    if plain := [weight for weight, by_chance in zip(weights, rounded, strict=True) if not by_chance]:
+        torch._foreach_mul_(plain, factor)
+    if keys is not None and any(rounded):
+        halves = [(weight, key) for weight, key, by_chance in zip(weights, keys, rounded, strict=True) if by_chance]
+        half, own_keys = zip(*halves, strict=True)
+        shrink_by_kernel(half, factor, own_keys)
 
 
 _NONE = torch.empty(0, device="cpu")

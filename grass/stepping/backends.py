@@ -1,7 +1,7 @@
 """The arithmetic on selected rows, by the best of three implementations; :func:`step_rows` decides which.
 
 ==============================  ================================================================================
-:mod:`grass.kernels`            one pass by Triton on CUDA; weights and moments of narrow precision on any device
+:mod:`grass.kernels`            Triton on CUDA: weights that are alike in one launch; narrow precision on any device
 :mod:`grass.cpu.kernel`         float32 on the CPU, in one pass: all weights of a group in one call of compiled C++
 :mod:`grass.stepping.operators`  everything else, by torch's operators
 ==============================  ================================================================================
@@ -12,41 +12,43 @@ The second also moves explored rows, weight by weight; elsewhere :mod:`grass.ste
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grass import kernels
+from grass.batches import of_one_kind
 from grass.cpu import kernel as cpu_kernel
+from grass.kernels import compact_adamw_, compact_adamw_8bit_
 from grass.kernels.dispatch import runs_triton, wants_triton
 from grass.state.master import is_half
-from grass.stepping.explored import decay_explored, step_explored
+from grass.stepping.explored import step_explored
 from grass.stepping.group import GroupStep, Numbers
 from grass.stepping.operators import step_by_operators
-from grass.stepping.rows import Rows
+from grass.stepping.rows import Numbered, Rows, ages_of, shared_by_kernels
 
 
 def step_rows(step: GroupStep, every: Iterable[Rows]) -> None:
     """Step rows, whose counts include this step, and write them into their weights; then move explored rows."""
-    batch, rest, exploring = cpu_kernel.Batch(step.options.fused), [], []
+    batch, by_kernel, rest, exploring = cpu_kernel.Batch(step.options.fused), [], [], []
     triton: dict[str, bool] = {}
     for rows in every:
         numbers = _numbers(step, rows)
         explores_here = rows.explored is not None and type(rows.explored.grad) is Tensor  # not sharded
         if _takes_kernel(step, rows, triton):
-            _step_by_kernel(step, rows, numbers)
+            by_kernel.append((rows, numbers))
         elif rows.scale is None and batch.add(_cpu_weight(rows, numbers, explores_here)):
             if explores_here:
                 continue
         else:
             rest.append((rows, numbers))
         if rows.explored is not None:
-            decay_explored(step, rows, numbers)
             exploring.append((rows, numbers))
+    for alike in of_one_kind(by_kernel, shared_by_kernels):
+        _step_by_kernel(step, alike)
     batch.run(**step.adam)
     step_by_operators(step, rest)
-    for rows, numbers in exploring:
-        step_explored(step, rows, numbers)
+    step_explored(step, exploring)
 
 
 def _numbers(step: GroupStep, rows: Rows) -> Numbers:
@@ -89,23 +91,26 @@ def _cpu_weight(rows: Rows, numbers: Numbers, explores: bool) -> cpu_kernel.Weig
     )  # fmt: skip
 
 
-def _step_by_kernel(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
+def _step_by_kernel(step: GroupStep, alike: list[Numbered]) -> None:
     """Step by the kernel for the precision of the moments, which it rounds and stores itself."""
-    place, state = rows.place(), rows.state
-    coded = "exp_avg_scale" in state
+    first, numbers = alike[0]
+    every, places = [rows for rows, _ in alike], [rows.place() for rows, _ in alike]
+    coded = "exp_avg_scale" in first.state
     names = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale") if coded else ("exp_avg", "exp_avg_sq")
-    kernel = kernels.compact_adamw_8bit_ if coded else kernels.compact_adamw_
+    kernel: Any = compact_adamw_8bit_ if coded else compact_adamw_
+    rounds, codes = step.options.stochastic_rounding, coded or first.state["exp_avg"].dtype == torch.bfloat16
+    keys = [step.key(rows.index, rows.state) for rows in every] if rounds or codes else None
     kernel(
-        place.weight,
-        place.indices,
-        rows.grad,
-        *(state[name] for name in names),
-        dim=rows.dim,
-        rows=place.rows,
-        gather_grad=rows.in_weight,
-        key=step.value_key(rows.index, state),
-        moment_key=step.key(rows.index, state) if coded or state["exp_avg"].dtype == torch.bfloat16 else None,
-        row_steps=numbers.row_steps,
+        [place.weight for place in places],
+        [place.indices for place in places],
+        [rows.grad for rows in every],
+        *([rows.state[name] for rows in every] for name in names),
+        dim=first.dim,
+        rows=None if places[0].rows is None else [place.rows for place in places],
+        gather_grad=first.in_weight,
+        keys=keys if rounds else None,
+        moment_keys=keys if codes else None,
+        row_steps=ages_of(alike),
         step_size=numbers.step_size,
         shrink=numbers.shrink,
         **step.adam,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grass.batches import of_one_kind
 from grass.options import as_matrix
 from grass.parallel.shards import check_shards, is_sharded, local, row_norms
 from grass.selection.exploration import auto_scale, draw_explored, reach, turns
@@ -44,9 +45,10 @@ def step_projected(step: GroupStep, members: list[Member], given_norms: dict[Ten
     exchange.finish()
     every = [rows for own in stepped for rows in _rows(own.step, own.member)]
     count([own.member.state for own in stepped if not step.options.is_batch(own.member.parameter)])
-    for each in every:
-        if decays_whole(step, each):
-            shrink_(each.weight, step.numbers(each.state).shrink, step.value_key(each.index, each.state))
+    decayed = [each for each in every if decays_whole(step, each)]
+    for alike in of_one_kind(decayed, lambda each: step.numbers(each.state).shrink):
+        keys = [step.key(each.index, each.state) for each in alike] if step.options.stochastic_rounding else None
+        shrink_([each.weight for each in alike], step.numbers(alike[0].state).shrink, keys)
     step_rows(step, every)
     for each in every:
         if each.finish is not None:

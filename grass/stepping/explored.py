@@ -12,64 +12,75 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grass.batches import of_one_kind
 from grass.kernels import move_factors, move_rows_, row_norms
 from grass.parallel.shards import summed
 from grass.selection.projector import Projector
-from grass.state.precision import shrink_
-from grass.stepping.group import GroupStep, Numbers
-from grass.stepping.rows import Rows
+from grass.stepping.group import GroupStep
+from grass.stepping.rows import Numbered, Place, Rows, ages_of, shared_by_kernels
 
 
-def decay_explored(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
-    """Decay the explored rows of a weight before they move."""
-    explored, factor = rows.explored, numbers.explored_shrink
-    if explored is None or factor == 1.0:
-        return
-    key = step.value_key(rows.index, rows.state)
-    if explored.values is not None:
-        shrink_(explored.values, factor, key)
-        return
-    place = rows.explored_place()
-    projector = Projector(place.indices, None, rows.dim)
-    values = projector.gather(place.weight)
-    shrink_(values, factor, key)
-    projector.scatter_(place.weight, values)
+def step_explored(step: GroupStep, every: list[Numbered]) -> None:
+    """Decay and move the explored rows of weights; call it after the selected ones have been stepped."""
+    for alike in of_one_kind(every, _kind):
+        _step_alike(step, alike)
 
 
-def step_explored(step: GroupStep, rows: Rows, numbers: Numbers) -> None:
-    """Move the explored rows of a weight; call it after the selected ones have been stepped."""
-    explored, dim = rows.explored, rows.dim
-    assert explored is not None
-    factors, lengths = _factors(step, rows, numbers.row_steps)
-    place, grad = rows.explored_place(), rows.explored_grad()
+def _kind(item: Numbered) -> object:
+    rows, _ = item
+    assert rows.explored is not None
+    return shared_by_kernels(item), rows.explored.reach, type(rows.explored.grad) is Tensor, rows.rounds_always
+
+
+def _step_alike(step: GroupStep, alike: list[Numbered]) -> None:
+    (first, numbers), every = alike[0], [rows for rows, _ in alike]
+    assert first.explored is not None
+    factors, lengths, means = zip(*_factors(step, alike), strict=True)
+    places, grads = [rows.explored_place() for rows in every], [rows.explored_grad() for rows in every]
     norms = None
-    if type(explored.grad) is not Tensor:  # sharded along the width: lengths are summed over the ranks
-        own = Projector(place.indices, None, dim).gather(grad) if rows.in_weight else grad
-        norms = row_norms(own * factors.unsqueeze(dim), dim)
-        squares = summed(torch.cat([norms, lengths]).square(), explored.grad)
-        norms, lengths = torch.split(squares.sqrt(), [norms.numel(), lengths.numel()])
-    size = numbers.step_size * explored.reach
+    if type(first.explored.grad) is not Tensor:
+        parts = zip(every, places, grads, factors, lengths, strict=True)
+        norms, means = zip(*(_lengths_of_all_ranks(*part) for part in parts), strict=True)
+    size = numbers.step_size * first.explored.reach
+    rounds = first.rounds_always or step.options.stochastic_rounding
     move_rows_(
-        place.weight,
-        place.indices,
-        grad,
+        [place.weight for place in places],
+        [place.indices for place in places],
+        grads,
         factors,
-        lengths.mean(),
+        means,
         step_size=-size if step.options.maximize else size,
-        dim=dim,
-        rows=place.rows,
+        shrink=numbers.explored_shrink,
+        dim=first.dim,
+        rows=None if places[0].rows is None else [place.rows for place in places],
         norms=norms,
-        gather_grad=rows.in_weight,
-        key=(step.key if rows.rounds_always else step.value_key)(rows.index, rows.state),
+        gather_grad=first.in_weight,
+        keys=[step.key(rows.index, rows.state) for rows in every] if rounds else None,
     )
 
 
-def _factors(step: GroupStep, rows: Rows, row_steps: Tensor | int) -> tuple[Tensor, Tensor]:
-    """``phi`` and ``|D_k|``, from moments that this step has updated."""
-    state, options = rows.state, step.options
-    moments = state["exp_avg"], state["exp_avg_sq"]
-    scales = (state["exp_avg_scale"], state["exp_avg_sq_scale"]) if "exp_avg_scale" in state else None
-    indices = rows.indices if rows.in_weight else None
-    numbers = {"dim": rows.dim, "betas": options.betas, "eps": options.eps}
-    factors, lengths = move_factors(*moments, rows.grad, row_steps, scales=scales, indices=indices, **numbers)
-    return factors, lengths
+def _lengths_of_all_ranks(
+    rows: Rows, place: Place, grad: Tensor, factors: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``|U_k|`` and the mean of ``|D_k|`` of rows whose width the ranks divide: squares are summed over them."""
+    assert rows.explored is not None
+    own = Projector(place.indices, None, rows.dim).gather(grad) if rows.in_weight else grad
+    norms = row_norms(own * factors.unsqueeze(rows.dim), rows.dim)
+    squares = summed(torch.cat([norms, lengths]).square(), rows.explored.grad)
+    norms, lengths = torch.split(squares.sqrt(), [norms.numel(), lengths.numel()])
+    return norms, lengths.mean()
+
+
+def _factors(step: GroupStep, alike: list[Numbered]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """``phi``, ``|D_k|`` and their mean, from moments that this step has updated."""
+    (first, _), every, options = alike[0], [rows for rows, _ in alike], step.options
+    moments = ([rows.state[name] for rows in every] for name in ("exp_avg", "exp_avg_sq"))
+    scales = None
+    if "exp_avg_scale" in first.state:
+        scales = tuple([rows.state[name] for rows in every] for name in ("exp_avg_scale", "exp_avg_sq_scale"))
+    indices = [rows.indices for rows in every] if first.in_weight else None
+    grads, numbers = [rows.grad for rows in every], {"dim": first.dim, "betas": options.betas, "eps": options.eps}
+    moves: list[tuple[Tensor, Tensor, Tensor]] = move_factors(
+        *moments, grads, ages_of(alike), scales=scales, indices=indices, **numbers
+    )
+    return moves

@@ -12,12 +12,10 @@ from grass.kernels.arithmetic import StepCoefficients, adamw_
 from grass.state.precision import full_moments
 from grass.stepping.group import GroupStep, Numbers
 from grass.stepping.plain import torch_adamw
-from grass.stepping.rows import Rows
+from grass.stepping.rows import Numbered, Rows
 
 BUCKET = 2**17
 """Largest number of elements to step at once, so that they fit in a processor's cache."""
-
-Numbered = tuple[Rows, Numbers]
 
 
 def step_by_operators(step: GroupStep, every: list[Numbered]) -> None:

@@ -56,8 +56,8 @@ def step_rounded(step: GroupStep, member: Member) -> None:
     parts = [local(t.detach()) for t in (p, grad, state["exp_avg"], state["exp_avg_sq"])]
     weight, *rest = (as_matrix(t) if t.ndim > 1 else t.reshape(1, -1) for t in parts)
     every = torch.arange(weight.shape[0], device=weight.device)
-    numbers = {"step_size": step.lr, "shrink": 1 - step.lr * step.options.weight_decay}
-    compact_adamw_(weight, every, *rest, age, **numbers, **step.adam, key=key, moment_key=key)
+    numbers = {"step_size": step.lr, "shrink": 1 - step.lr * step.options.weight_decay, **step.adam}
+    compact_adamw_([weight], [every], *([t] for t in rest), age, **numbers, keys=[key], moment_keys=[key])
     for part, stepped in ((parts[0], weight), (parts[2], rest[1]), (parts[3], rest[2])):
         if part.data_ptr() != stepped.data_ptr():  # a copy: channels_last
             part.copy_(stepped.view(part.shape))

@@ -16,6 +16,7 @@ from grass.cpu.kernel import Explored
 from grass.parallel.shards import local
 from grass.selection.projector import Projector
 from grass.state.schema import State
+from grass.stepping.group import Numbers
 
 
 class Place(NamedTuple):
@@ -227,6 +228,24 @@ class CompactRows:
         if self.weight is not None:
             return Place(self.weight, indices, values)
         return Place(values, torch.arange(values.shape[self.dim], device=values.device), None)
+
+
+Numbered = tuple[Rows, Numbers]
+"""Rows with the numbers of their step."""
+
+
+def shared_by_kernels(item: Numbered) -> object:
+    """What the rows of one call of a kernel share. Kernels themselves divide them by shapes and types."""
+    rows, numbers = item
+    ages = numbers.row_steps
+    values = rows.dim, rows.in_weight, rows.weight is None, "exp_avg_scale" in rows.state, rows.state["exp_avg"].dtype
+    return *values, None if isinstance(ages, Tensor) else ages, *numbers[1:]
+
+
+def ages_of(alike: list[Numbered]) -> list[Tensor] | int:
+    """Adam steps as kernels take them: a number that all rows share, or a tensor for each weight."""
+    ages = alike[0][1].row_steps
+    return [numbers.row_steps for _, numbers in alike] if isinstance(ages, Tensor) else ages  # type: ignore[misc]
 
 
 def _unselected(indices: Tensor, size: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import grass
 from grass import GrassAdamW
+from grass.compact_mode import active_rows
 from grass.selection import exploration
 from grass.selection.exploration import draw_explored, draw_explored_of_each, resolve_explore
 from tests.compact_mode.networks import (
@@ -64,7 +65,9 @@ def test_equals_dense_mode(options: dict, dim: int, explore: float) -> None:
     model, optimizer = exploring(torch.float64, dim, explore, **options)
     for index, layer in enumerate(compact_layers(model).values()):
         count, size = len(layer.explored), layer.shape[dim]
-        layer.explore(draw_explored(layer.selected, size, count, 0, index, 0))  # as dense mode draws in its first step
+        active_rows.explore(
+            [layer], [draw_explored(layer.selected, size, count, 0, index, 0)]
+        )  # as dense mode draws in its first step
     dense, control = dense_control(model, explore, dim, **options)
     played: list[Tensor] = []
     for step, batch in enumerate(data):
@@ -90,7 +93,7 @@ def test_gradient_is_the_dense_one_and_its_norm_an_unbiased_estimate(dim: int) -
     others = [row for row in range(layer.shape[dim]) if row not in layer.selected]
     correction = math.sqrt(len(others) / 4)
     for draw in range(4000):
-        layer.explore(draw_explored(layer.selected, layer.shape[dim], 4, 0, 0, draw))
+        active_rows.explore([layer], [draw_explored(layer.selected, layer.shape[dim], 4, 0, 0, draw)])
         if draw < 3:
             model.zero_grad()
             loss_of(model, batch).backward()

@@ -115,28 +115,31 @@ def launch_everything(dtypes: list[torch.dtype]) -> None:
             kernels.row_norms(matrix, 0)
             kernels.row_norms(matrix, 1)
             if dtype != torch.float32:
-                kernels.shrink_(matrix, 0.9, 5)
+                kernels.shrink_([matrix], 0.9, [5])
             for dim in (0, 1):
                 shape = (r, n) if dim == 0 else (m, r)
-                moments = [torch.zeros(shape) for _ in range(2)]
-                rows = torch.zeros(shape)
-                options = {"dim": dim, "step_size": 1e-3}
-                kernels.compact_adamw_(matrix, indices, matrix, *moments, 3.0, gather_grad=True, key=5, **options)
-                kernels.compact_adamw_(matrix, indices, rows, *moments, scale, rows=rows, **options)
-                codes = [torch.zeros(shape, dtype=torch.uint8) for _ in range(2)]
-                coded = codes[0], torch.zeros(m * n // 256), codes[1], torch.zeros(m * n // 256)
-                keys = {"moment_key": 6, **options}
-                kernels.compact_adamw_8bit_(matrix, indices, matrix, *coded, 3.0, gather_grad=True, key=5, **keys)
-                kernels.compact_adamw_8bit_(matrix, indices, rows, *coded, scale, rows=rows, **keys)
-                numbers = (torch.zeros((n, m)[dim]), torch.zeros(()))
-                for steps in (3.0, scale):
-                    kernels.move_factors(*moments, rows, steps, dim=dim)
-                    kernels.move_factors(coded[0], coded[2], rows, steps, scales=(coded[1], coded[3]), dim=dim)
-                    kernels.move_factors(*moments, matrix, steps, indices=indices, dim=dim)
-                kernels.move_rows_(matrix, indices, matrix, *numbers, step_size=0.1, dim=dim, gather_grad=True, key=5)
-                kernels.move_rows_(matrix, indices, rows, *numbers, step_size=0.1, dim=dim, rows=rows, key=5)
-                whole = {"norms": scale, "gather_grad": True}
-                kernels.move_rows_(matrix, indices, matrix, *numbers, step_size=0.1, dim=dim, **whole)
+                moments = [[torch.zeros(shape)] for _ in range(2)]
+                rows, of_matrix, chosen, ages = torch.zeros(shape), [matrix], [indices], [scale]
+                full = {"gather_grad": True, "keys": [5], "dim": dim}
+                own = {"rows": [rows], "dim": dim, "step_size": 1e-3}
+                kernels.compact_adamw_(of_matrix, chosen, of_matrix, *moments, 3.0, step_size=1e-3, **full)
+                kernels.compact_adamw_(of_matrix, chosen, [rows], *moments, ages, **own)
+                codes = [[torch.zeros(shape, dtype=torch.uint8)] for _ in range(2)]
+                scales = [[torch.zeros(m * n // 256)] for _ in range(2)]
+                coded = codes[0], scales[0], codes[1], scales[1]
+                more = {"moment_keys": [6], "step_size": 1e-3}
+                kernels.compact_adamw_8bit_(of_matrix, chosen, of_matrix, *coded, 3.0, **more, **full)
+                kernels.compact_adamw_8bit_(of_matrix, chosen, [rows], *coded, ages, **(more | own))
+                numbers = [torch.zeros((n, m)[dim])], [torch.zeros(())]
+                for steps in (3.0, ages):
+                    kernels.move_factors(*moments, [rows], steps, dim=dim)
+                    kernels.move_factors(*codes, [rows], steps, scales=tuple(scales), dim=dim)
+                    kernels.move_factors(*moments, of_matrix, steps, indices=chosen, dim=dim)
+                kernels.move_rows_(of_matrix, chosen, of_matrix, *numbers, step_size=0.1, **full)
+                kernels.move_rows_(of_matrix, chosen, [rows], *numbers, keys=[5], **own)
+                whole = {"norms": [scale], "gather_grad": True}
+                kernels.move_rows_(of_matrix, chosen, of_matrix, *numbers, step_size=0.1, dim=dim, **whole)
+                kernels.reload_rows_([rows], of_matrix, chosen, dim=dim)
         g, inputs = torch.zeros(tokens, m, dtype=dtype), torch.zeros(tokens, n, dtype=dtype)
         kernels.compact_grad(g, inputs, indices)
         kernels.row_sketch(g, inputs, torch.zeros(n, 32))

@@ -42,6 +42,26 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return call
 
 
+def alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of lists of weights, for one weight: tensors and keys take the place of lists."""
+
+    def listed(value: Any) -> Any:
+        return [value] if isinstance(value, Tensor) else tuple(map(listed, value)) if _is_pair(value) else value
+
+    def call(*args: Any, **options: Any) -> Any:
+        for name in options.keys() & {"key", "moment_key"}:
+            key = options.pop(name)
+            options[f"{name}s"] = None if key is None else [key]
+        result = function(*map(listed, args), **{name: listed(value) for name, value in options.items()})
+        return None if result is None else result[0]
+
+    return call
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and any(isinstance(part, Tensor) for part in value)
+
+
 def assert_close(ours: Tensor, twin: Tensor) -> None:
     """Equal up to one rounding in the type of the result."""
     rtol, atol = TOLERANCE[twin.dtype]

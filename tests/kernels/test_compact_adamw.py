@@ -11,7 +11,7 @@ from grass.kernels.language import jit, tl
 from grass.selection.projector import Projector
 from tests.stepping.row_step import compact_adamw
 
-from .conftest import DEVICE, DTYPES, LAYOUTS, TOLERANCE, far_apart, laid_out
+from .conftest import DEVICE, DTYPES, LAYOUTS, TOLERANCE, alone, far_apart, laid_out
 
 HYPER = {"betas": (0.9, 0.999), "eps": 1e-8}
 
@@ -63,7 +63,7 @@ def test_equals_float64(shape, dtype, layout, row_dtype, per_row, dim, run) -> N
         own = None if rows is None else rows.clone()
         g = grad if full else grad.index_select(dim, indices)
         arguments = (w, indices, g, m, v, steps)
-        run(implementation, compact_adamw_, *arguments, dim=dim, rows=own, gather_grad=full, **numbers, **HYPER)
+        run(implementation, alone(compact_adamw_), *arguments, dim=dim, rows=own, gather_grad=full, **numbers, **HYPER)
         values = w.index_select(dim, indices) if own is None else own
         for ours, exact in zip((values, m, v), expected, strict=True):
             rtol, atol = TOLERANCE[ours.dtype]
@@ -94,7 +94,7 @@ def test_stochastic_rounding_draws_as_the_twin_does(dtype, row_dtype, moment_dty
             "rows": own,
             **HYPER,
         }
-        run(implementation, compact_adamw_, tensors[0], indices, g, *tensors[1:], ages, **options)
+        run(implementation, alone(compact_adamw_), tensors[0], indices, g, *tensors[1:], ages, **options)
         results[name] = [tensors[0][indices], *tensors[1:]]
         if own is not None:
             assert torch.equal(results[name][0], own)
@@ -119,7 +119,18 @@ def test_small_updates_survive_in_the_mean(run) -> None:
             indices, grad = torch.tensor([1, 3], device=DEVICE), torch.ones(2, 64, device=DEVICE).bfloat16()
             for step in range(1, 41):
                 key = make_key(0, 0, step) if stochastic else None
-                run(implementation, compact_adamw_, weight, indices, grad, m, v, step, step_size=2**-7 / 60, key=key)
+                run(
+                    implementation,
+                    alone(compact_adamw_),
+                    weight,
+                    indices,
+                    grad,
+                    m,
+                    v,
+                    step,
+                    step_size=2**-7 / 60,
+                    key=key,
+                )
             ends.append(weight[indices].float().mean().item())
         assert abs(ends[0] - (1 - 40 * 2**-7 / 60)) < 2e-3
         assert ends[1] == 1.0
@@ -132,7 +143,7 @@ def test_offsets_past_int32(run) -> None:
     expected = weight.clone()
     for implementation, w in (("torch", expected), ("triton", weight)):
         m, v = torch.zeros(2, 17, device=DEVICE), torch.zeros(2, 17, device=DEVICE)
-        run(implementation, compact_adamw_, w, indices, grad, m, v, 3, step_size=0.1)
+        run(implementation, alone(compact_adamw_), w, indices, grad, m, v, 3, step_size=0.1)
     torch.testing.assert_close(weight.clone(), expected)
 
 

@@ -8,7 +8,7 @@ import torch
 from grass.kernels import compact_adamw_, compact_adamw_8bit_, make_key, random_bits
 from grass.kernels.moment_codes import BLOCK, decode_moment, dynamic_map, encode_moment
 
-from .conftest import DEVICE, DTYPES, LAYOUTS, far_apart, laid_out
+from .conftest import DEVICE, DTYPES, LAYOUTS, alone, far_apart, laid_out
 
 HYPER = {"betas": (0.9, 0.999), "eps": 1e-8, "step_size": 1e-2, "shrink": 0.9}
 
@@ -55,10 +55,10 @@ def test_equals_the_step_of_decoded_moments(shape, dtype, layout, row_dtype, dim
         options = {"dim": dim, "rows": own, "gather_grad": full, "maximize": not full, "key": make_key(3), **HYPER}
         if implementation == "decoded":
             moments = decoded(*c)
-            run("torch", compact_adamw_, w, indices, g, *moments, steps, **options)
+            run("torch", alone(compact_adamw_), w, indices, g, *moments, steps, **options)
             results["codes"] = coded(moments, 5)
         else:
-            run(implementation, compact_adamw_8bit_, w, indices, g, *c, steps, moment_key=make_key(5), **options)
+            run(implementation, alone(compact_adamw_8bit_), w, indices, g, *c, steps, moment_key=make_key(5), **options)
             results[f"{implementation} codes"] = c
         results[implementation] = [w] if full else [w, own]
     for implementation in ("triton", "torch"):
@@ -81,7 +81,7 @@ def test_another_key_draws_other_codes(run) -> None:
     for key in (1, 1, 2):
         c = [t.clone() for t in codes]
         keys = {"moment_key": make_key(key)}
-        run("triton", compact_adamw_8bit_, weight.clone(), indices, grad[indices], *c, 3, step_size=0.1, **keys)
+        run("triton", alone(compact_adamw_8bit_), weight.clone(), indices, grad[indices], *c, 3, step_size=0.1, **keys)
         drawn.append(c)
     assert all(torch.equal(a, b) for a, b in zip(drawn[0], drawn[1], strict=True))
     for i in (0, 2):
@@ -96,7 +96,7 @@ def test_codes_are_right_in_the_mean(run) -> None:
     before, grad = decoded(*codes)[1].mean(), torch.zeros(4, 300, device=DEVICE)
     for step in range(1, 41):
         keys = {"moment_key": make_key(0, 0, step)}
-        run("triton", compact_adamw_8bit_, weight, indices, grad, *codes, step, step_size=0.0, **keys)
+        run("triton", alone(compact_adamw_8bit_), weight, indices, grad, *codes, step, step_size=0.0, **keys)
     assert abs((decoded(*codes)[1].mean() / before).item() / 0.999**40 - 1) < 5e-3
 
 
@@ -107,7 +107,7 @@ def test_zeros_and_broken_values(run) -> None:
         codes = coded([torch.zeros(2, 2 * BLOCK, device=DEVICE) for _ in range(2)])
         grad = torch.zeros(2, 2 * BLOCK, device=DEVICE)
         grad[0, 0] = float("nan")
-        run(implementation, compact_adamw_8bit_, weight, indices, grad, *codes, 1, step_size=0.1, moment_key=7)
+        run(implementation, alone(compact_adamw_8bit_), weight, indices, grad, *codes, 1, step_size=0.1, moment_key=7)
         for moment in decoded(*codes):
             assert moment[0, :BLOCK].isnan().all()
             assert not moment[0, BLOCK:].any()
@@ -122,7 +122,7 @@ def test_offsets_past_int32(run) -> None:
     expected = weight.clone()
     for implementation, w in (("torch", expected), ("triton", weight)):
         codes = coded([torch.zeros(2, 17, device=DEVICE) for _ in range(2)])
-        run(implementation, compact_adamw_8bit_, w, indices, grad, *codes, 3, step_size=0.1, moment_key=7)
+        run(implementation, alone(compact_adamw_8bit_), w, indices, grad, *codes, 3, step_size=0.1, moment_key=7)
     torch.testing.assert_close(weight.clone(), expected)
 
 

@@ -78,20 +78,24 @@ def calls():
     """Every operation on small operands."""
     f, i = torch.randn(6, 8, device=DEVICE), torch.tensor([4, 1], device=DEVICE)
     rows, ages = torch.randn(2, 8, device=DEVICE), torch.ones(2, device=DEVICE)
-    adam = (f, i, None, f.clone(), rows, rows.abs(), ages, 0.0, 0.1, 0.9, 0.99, 1e-8, 0.9, False, True, 7, None)
+    two, numbers = [f, f.clone()], (0, 0.0, 0.1, 0.9, 0.99, 1e-8, 0.9, False, True)
+    each = {name: [t, t.clone()] for name, t in {"i": i, "rows": rows, "ages": ages, "v": rows.abs(), "g": f}.items()}
+    adam = (two, each["i"], [], each["g"], each["rows"], each["v"], each["ages"], *numbers, [7, 8], [])
     codes = torch.randint(0, 255, (2, 2, 8), device=DEVICE, dtype=torch.uint8)
-    coded = codes[0], torch.ones(1, device=DEVICE), codes[1], torch.ones(1, device=DEVICE)
+    coded = [codes[0]], [torch.ones(1, device=DEVICE)], [codes[1]], [torch.ones(1, device=DEVICE)]
+    factors, length, norms = f[0].clone(), ages[0].clone(), ages.clone()
     return {
         "gather_rows": (f, i),
         "scatter_add_rows": (f, i, rows, ages, -1.0),
         "row_norms": (f,),
         "compact_adamw_": adam,
-        "compact_adamw_8bit_": (f, i, None, f.clone(), *coded, ages, *adam[7:-1], 5),
-        "move_factors": (rows, rows.abs(), None, None, f, i, ages, 0.0, 0.9, 0.99, 1e-8),
-        "move_rows_": (f, i, rows, rows.clone(), f[0].clone(), ages[0].clone(), ages.clone(), 0.1, False, 7),
+        "compact_adamw_8bit_": ([f], [i], [], [f.clone()], *coded, [ages], *numbers, [7], [5]),
+        "move_factors": (each["rows"], each["v"], [], [], two, each["i"], each["ages"], 0, 0.0, 0.9, 0.99, 1e-8),
+        "move_rows_": ([f], [i], [rows], [rows.clone()], [factors], [length], [norms], 0, 0.1, 0.9, False, [7]),
+        "reload_rows_": (each["rows"], two, each["i"], 0),
         "compact_grad": (f, f.clone(), i),
         "row_sketch": (f, f.clone(), rows.t()),
-        "shrink_": (f.bfloat16(), 0.9, 7),
+        "shrink_": ([f.bfloat16(), f.bfloat16()], 0.9, [7, 8]),
     }
 
 
@@ -116,7 +120,7 @@ def test_fake_tensors_see_shapes() -> None:
 
 def test_compiles_into_one_graph() -> None:
     def step(weight, grad, indices, m, v):
-        kernels.compact_adamw_(weight, indices, grad, m, v, 3, gather_grad=True, step_size=0.1)
+        kernels.compact_adamw_([weight], [indices], [grad], [m], [v], 3, gather_grad=True, step_size=0.1)
         product = kernels.compact_grad(grad, weight, indices)
         return kernels.gather_rows(weight, indices).sum() + kernels.row_norms(product).sum()
 

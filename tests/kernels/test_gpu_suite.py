@@ -22,10 +22,11 @@ KERNELS = [
     "compact_grad",
     "row_sketch",
     "shrink",
+    "reload_rows",
 ]
 WHOLE_STEPS = ["train_step", "capped_training", "offload", "offload_machine", "streaming"]
 """What else the suite measures."""
-SUPPORT = ["__init__", "arithmetic", "dispatch", "language", "layout", "moment_codes", "random_bits"]
+SUPPORT = ["__init__", "arithmetic", "dispatch", "language", "layout", "moment_codes", "random_bits", "together"]
 """Files beside the kernels: torch's arithmetic, dispatch, and what several kernels share."""
 
 

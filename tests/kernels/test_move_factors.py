@@ -8,7 +8,7 @@ import torch
 from grass.kernels import move_factors, random_bits
 from grass.kernels.moment_codes import decode_moment, encode_moment
 
-from .conftest import DEVICE, DTYPES, LAYOUTS, far_apart, laid_out
+from .conftest import DEVICE, DTYPES, LAYOUTS, alone, far_apart, laid_out
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 
@@ -28,7 +28,8 @@ def in_float64(exp_avg, exp_avg_sq, compact, steps, dim, eps=EPS):
     direction = exp_avg.double() / first / ((exp_avg_sq.double() / second).sqrt() + eps)
     across = compact.double().norm(dim=dim)
     factors = torch.where(across > 0, direction.norm(dim=dim) / across, 0.0)
-    return factors.float(), direction.norm(dim=1 - dim).float()
+    lengths = direction.norm(dim=1 - dim)
+    return factors.float(), lengths.float(), lengths.mean().float()
 
 
 CASES = [
@@ -47,7 +48,7 @@ def test_equals_float64(shape, dtype, layout, moment_dtype, per_row, gather, dim
     expected = in_float64(*moments, compact, steps, dim)
     for implementation in ("triton", "torch"):
         which = {"indices": indices} if gather else {}
-        ours = run(implementation, move_factors, *moments, grad if gather else compact, steps, dim=dim, **which)
+        ours = run(implementation, alone(move_factors), *moments, grad if gather else compact, steps, dim=dim, **which)
         for result, exact in zip(ours, expected, strict=True):
             torch.testing.assert_close(result, exact, rtol=1e-5, atol=0)  # some thousand float32 squares
 
@@ -65,8 +66,8 @@ def test_codes_of_8_bits_are_decoded(shape, dim, gather, layout, run) -> None:
     decoded = decode_moment(codes[0], scales[0], True), decode_moment(codes[1], scales[1], False).square()
     own = (grad, {"indices": indices}) if gather else (grad.index_select(dim, indices), {})
     for implementation in ("triton", "torch"):
-        expected = run(implementation, move_factors, *decoded, own[0], ages, dim=dim, **own[1])
-        ours = run(implementation, move_factors, *codes, own[0], ages, dim=dim, scales=scales, **own[1])
+        expected = run(implementation, alone(move_factors), *decoded, own[0], ages, dim=dim, **own[1])
+        ours = run(implementation, alone(move_factors), *codes, own[0], ages, dim=dim, scales=scales, **own[1])
         for result, exact in zip(ours, expected, strict=True):
             torch.testing.assert_close(result, exact, rtol=1e-6, atol=0)  # the same values, perhaps in other tiles
 
@@ -74,7 +75,7 @@ def test_codes_of_8_bits_are_decoded(shape, dim, gather, layout, run) -> None:
 def test_codes_must_be_dense(run) -> None:
     codes, scale = torch.zeros(4, 8, dtype=torch.uint8, device=DEVICE)[:, ::2], torch.ones(1, device=DEVICE)
     with pytest.raises(ValueError, match=r"exp_avg has codes with strides \(8, 2\), must be dense"):
-        run("triton", move_factors, codes, codes, torch.ones(4, 4, device=DEVICE), 1, scales=(scale, scale))
+        run("triton", alone(move_factors), codes, codes, torch.ones(4, 4, device=DEVICE), 1, scales=(scale, scale))
 
 
 def test_columns_without_gradient_have_no_factor(run) -> None:
@@ -82,31 +83,31 @@ def test_columns_without_gradient_have_no_factor(run) -> None:
     moments, grad = [torch.ones(5, 7, device=DEVICE) for _ in range(2)], torch.randn(5, 7, device=DEVICE)
     grad[:, 3] = 0
     for implementation in ("triton", "torch"):
-        factors, lengths = run(implementation, move_factors, *moments, grad, 3, eps=0.0)
+        factors, lengths, mean = run(implementation, alone(move_factors), *moments, grad, 3, eps=0.0)
         assert factors[3] == 0
         assert (factors[torch.arange(7) != 3] > 0).all()
         expected = in_float64(*moments, grad, 3, 0, eps=0.0)
-        for result, exact in zip((factors, lengths), expected, strict=True):
+        for result, exact in zip((factors, lengths, mean), expected, strict=True):
             torch.testing.assert_close(result, exact, rtol=1e-5, atol=0)
 
 
 def test_same_in_every_run(run) -> None:
     *moments, grad, _, ages = problem((300, 70), 300, 0, torch.bfloat16, "rows", torch.float32)
-    first, again = (run("triton", move_factors, *moments, grad, ages) for _ in range(2))
+    first, again = (run("triton", alone(move_factors), *moments, grad, ages) for _ in range(2))
     assert all(map(torch.equal, first, again))
 
 
 def test_float64_stays_float64() -> None:
     moments = torch.randn(3, 5, dtype=torch.float64), torch.rand(3, 5, dtype=torch.float64)
-    results = move_factors(*moments, torch.randn(3, 5, dtype=torch.float64), 4)
-    assert [t.dtype for t in results] == [torch.float64] * 2
+    results = alone(move_factors)(*moments, torch.randn(3, 5, dtype=torch.float64), 4)
+    assert [t.dtype for t in results] == [torch.float64] * 3
 
 
 def test_offsets_past_int32(run) -> None:
     grad = far_apart(3, 17, torch.bfloat16)
     grad.copy_(torch.randn(3, 17))
     moments, indices = [torch.rand(2, 17, device=DEVICE) for _ in range(2)], torch.tensor([2, 0], device=DEVICE)
-    ours = run("triton", move_factors, *moments, grad, 5, indices=indices)
+    ours = run("triton", alone(move_factors), *moments, grad, 5, indices=indices)
     for result, exact in zip(ours, in_float64(*moments, grad[indices], 5, 0), strict=True):
         torch.testing.assert_close(result, exact, rtol=1e-5, atol=0)
 
@@ -114,8 +115,8 @@ def test_offsets_past_int32(run) -> None:
 def test_refused() -> None:
     x = torch.ones(4, 6)
     with pytest.raises(ValueError, match="dim=2"):
-        move_factors(x, x, x, 1, dim=2)
+        alone(move_factors)(x, x, x, 1, dim=2)
     with pytest.raises(ValueError, match=r"exp_avg_sq has shape \(4, 5\), must be \(4, 6\)"):
-        move_factors(x, x[:, :5], x, 1)
+        alone(move_factors)(x, x[:, :5], x, 1)
     with pytest.raises(ValueError, match=r"exp_avg has shape \(4, 6\), must be \(4, 2\)"):
-        move_factors(x, x, x, 1, dim=1, indices=torch.tensor([0, 1]))
+        alone(move_factors)(x, x, x, 1, dim=1, indices=torch.tensor([0, 1]))

@@ -7,7 +7,7 @@ import torch
 
 from grass.kernels import make_key, move_rows_
 
-from .conftest import DEVICE, DTYPES, LAYOUTS, TOLERANCE, far_apart, laid_out
+from .conftest import DEVICE, DTYPES, LAYOUTS, TOLERANCE, alone, far_apart, laid_out
 
 
 def problem(shape, q, dim, dtype, layout="rows", row_dtype=None):
@@ -33,7 +33,7 @@ def moved(run, implementation, weight, indices, grad, factors, length, rows, dim
     w, own = weight.clone(), None if rows is None else rows.clone()
     g = grad if gather else grad.index_select(dim, indices)
     options = {"step_size": 0.7, "dim": dim, "rows": own, "gather_grad": gather, **options}
-    run(implementation, move_rows_, w, indices, g, factors, length, **options)
+    run(implementation, alone(move_rows_), w, indices, g, factors, length, **options)
     return w, own
 
 
@@ -135,7 +135,17 @@ def test_small_moves_survive_in_the_mean(rows, run) -> None:
             for step in range(1, 41):
                 own = None if rows is None else weight[indices].to(rows)
                 options = {"rows": own, "key": make_key(0, 0, step) if stochastic else None}
-                run(implementation, move_rows_, weight, indices, grad, factors, length, step_size=2**-7 / 60, **options)
+                run(
+                    implementation,
+                    alone(move_rows_),
+                    weight,
+                    indices,
+                    grad,
+                    factors,
+                    length,
+                    step_size=2**-7 / 60,
+                    **options,
+                )
             ends.append(weight[indices].float().mean().item())
         assert abs(ends[0] - (1 - 40 * 2**-7 / 60)) < 2e-3
         assert ends[1] == 1.0
@@ -148,7 +158,7 @@ def test_offsets_past_int32(run) -> None:
     factors, length = torch.ones(17, device=DEVICE), torch.tensor(1.0, device=DEVICE)
     expected = weight.clone()
     for implementation, w in (("torch", expected), ("triton", weight)):
-        run(implementation, move_rows_, w, indices, grad, factors, length, step_size=0.1)
+        run(implementation, alone(move_rows_), w, indices, grad, factors, length, step_size=0.1)
     torch.testing.assert_close(weight.clone(), expected)
 
 
@@ -156,10 +166,10 @@ def test_offsets_past_int32(run) -> None:
     ("change", "message"),
     [
         ({"dim": 3}, "Invalid dim=3"),
-        ({"grad": torch.ones(4, 6)}, r"grad has shape \(4, 6\), must be \(2, 6\)"),
-        ({"grad": torch.ones(2, 6), "gather_grad": True}, r"grad has shape \(2, 6\), must be \(4, 6\)"),
+        ({"grads": torch.ones(4, 6)}, r"grad has shape \(4, 6\), must be \(2, 6\)"),
+        ({"grads": torch.ones(2, 6), "gather_grad": True}, r"grad has shape \(2, 6\), must be \(4, 6\)"),
         ({"factors": torch.ones(4)}, r"factors has shape \(4,\), must be \(6,\)"),
-        ({"length": torch.ones(2)}, r"length has shape \(2,\), must be \(\)"),
+        ({"lengths": torch.ones(2)}, r"length has shape \(2,\), must be \(\)"),
         ({"rows": torch.ones(2, 5)}, r"rows has shape \(2, 5\), must be \(2, 6\)"),
         ({"norms": torch.ones(6)}, r"norms has shape \(6,\), must be \(2,\)"),
         ({"dim": 1, "factors": torch.ones(4)}, r"grad has shape \(2, 6\), must be \(4, 2\)"),
@@ -167,7 +177,7 @@ def test_offsets_past_int32(run) -> None:
     ids=str,
 )
 def test_refused(change, message) -> None:
-    arguments = {"weight": torch.ones(4, 6), "indices": torch.tensor([0, 3]), "grad": torch.ones(2, 6)}
-    arguments |= {"factors": torch.ones(6), "length": torch.tensor(1.0), "step_size": 0.1}
+    arguments = {"weights": torch.ones(4, 6), "indices": torch.tensor([0, 3]), "grads": torch.ones(2, 6)}
+    arguments |= {"factors": torch.ones(6), "lengths": torch.tensor(1.0), "step_size": 0.1}
     with pytest.raises(ValueError, match=message):
-        move_rows_(**{**arguments, **change})
+        alone(move_rows_)(**{**arguments, **change})

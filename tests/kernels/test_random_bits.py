@@ -6,7 +6,7 @@ from scipy import stats
 
 from grass.kernels import make_key, random_bits, round_stochastically
 from grass.kernels.language import jit, tl
-from grass.kernels.random_bits import Stream, key_words, random_bits_kernel, round_stochastically_kernel
+from grass.kernels.random_bits import Stream, random_bits_kernel, round_stochastically_kernel
 
 from .conftest import DEVICE
 
@@ -14,9 +14,9 @@ HALF = [torch.bfloat16, torch.float16]
 
 
 @jit
-def _round_kernel(out, bits_out, x, low, high, start, n: tl.constexpr):
+def _round_kernel(out, bits_out, x, key, start, stream: tl.constexpr, n: tl.constexpr):
     i = tl.arange(0, n).to(tl.int64)
-    bits = random_bits_kernel(i + start, low, high)
+    bits = random_bits_kernel(i + start, tl.load(key), stream)
     tl.store(bits_out + i, bits.to(tl.int64))
     tl.store(out + i, round_stochastically_kernel(tl.load(x + i), out.dtype.element_ty, bits))
 
@@ -32,7 +32,7 @@ def awkward_values() -> torch.Tensor:
 def test_kernel_gives_the_same_bits(dtype, start, stream) -> None:
     key, x = make_key(3, 1, 7), awkward_values().to(DEVICE)
     out, bits = torch.empty_like(x, dtype=dtype), torch.empty_like(x, dtype=torch.int64)
-    _round_kernel[(1,)](out, bits, x, *key_words(key, stream), start, 1024)
+    _round_kernel[(1,)](out, bits, x, torch.tensor([key], device=DEVICE), start, stream, 1024)
     expected = random_bits(start + torch.arange(1024, device=DEVICE), key, stream)
     assert torch.equal(bits, expected)
     torch.testing.assert_close(out, round_stochastically(x, dtype, expected), rtol=0, atol=0, equal_nan=True)

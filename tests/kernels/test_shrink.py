@@ -17,7 +17,7 @@ def test_equals_the_twin(shape, dtype, layout, run) -> None:
     for implementation in ("triton", "torch"):
         for key in (5, 6):
             results.append(matrix.clone())
-            run(implementation, shrink_, results[-1], 0.97, make_key(key))
+            run(implementation, shrink_, [results[-1]], 0.97, [make_key(key)])
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[1], results[3])
     assert matrix.numel() < 10 or not torch.equal(results[0], results[1])
@@ -28,14 +28,14 @@ def test_is_right_in_the_mean(run) -> None:
     for implementation in ("triton", "torch"):
         matrix = torch.ones(64, 64, device=DEVICE).bfloat16()
         for step in range(30):
-            run(implementation, shrink_, matrix, 1 - 1e-4, make_key(step))
+            run(implementation, shrink_, [matrix], 1 - 1e-4, [make_key(step)])
         assert abs(matrix.float().mean().item() - (1 - 1e-4) ** 30) < 4e-4
 
 
 def test_values_that_are_no_numbers_stay(run) -> None:
     for implementation in ("triton", "torch"):
         matrix = torch.tensor([[float("nan"), float("inf"), -float("inf"), 0.0]], device=DEVICE).bfloat16()
-        run(implementation, shrink_, matrix, 0.5, 1)
+        run(implementation, shrink_, [matrix], 0.5, [1])
         assert matrix[0].tolist()[1:] == [float("inf"), -float("inf"), 0.0]
         assert matrix[0, 0].isnan()
 
@@ -45,7 +45,7 @@ def test_takes_tensors_of_any_dimensions(run) -> None:
     whole = torch.randn(3, 4, 5, device=DEVICE).bfloat16()
     flat, turned = whole.clone().view(-1, 5), whole.transpose(0, 2).contiguous().transpose(0, 2)
     for tensor in (whole, flat, turned):
-        run("triton", shrink_, tensor, 0.97, 8)
+        run("triton", shrink_, [tensor], 0.97, [8])
     assert torch.equal(whole.view(-1, 5), flat)
     assert torch.equal(whole, turned)
 
@@ -54,6 +54,6 @@ def test_offsets_past_int32(run) -> None:
     matrix = far_apart(3, 17, torch.bfloat16)
     matrix.copy_(torch.randn(3, 17))
     expected = matrix.clone()
-    run("torch", shrink_, expected, 0.9, 4)
-    run("triton", shrink_, matrix, 0.9, 4)
+    run("torch", shrink_, [expected], 0.9, [4])
+    run("triton", shrink_, [matrix], 0.9, [4])
     assert torch.equal(matrix.clone(), expected)

@@ -32,9 +32,10 @@ def cases() -> Iterator[Case]:
                     if dim == 1:  # compact mode holds such weights with their columns contiguous
                         weight, first, second, grad = (t.t().contiguous().t() for t in (weight, first, second, grad))
                         rows = None if rows is None else rows.t().contiguous().t()
-                    options = {"dim": dim, "rows": rows, "gather_grad": not has_rows, "key": key, "step_size": 1e-4}
-                    keys = {"moment_key": 5 if moments == torch.bfloat16 else None}
-                    tensors = weight, indices, grad, first, second, ages
+                    every = {"rows": None if rows is None else [rows], "keys": None if key is None else [key]}
+                    options = {"dim": dim, "gather_grad": not has_rows, "step_size": 1e-4, **every}
+                    keys = {"moment_keys": [5] if moments == torch.bfloat16 else None}
+                    tensors = [[t] for t in (weight, indices, grad, first, second, ages)]
                     return lambda: kernels.compact_adamw_(*tensors, **options, **keys)
 
                 size = r * (n if dim == 0 else m)

@@ -32,9 +32,10 @@ def cases() -> Iterator[Case]:
                     if dim == 1:  # compact mode holds such weights with their columns contiguous
                         weight, grad, *codes = (t.t().contiguous().t() for t in (weight, grad, *codes))
                         rows = None if rows is None else rows.t().contiguous().t()
-                    options = {"dim": dim, "rows": rows, "gather_grad": not has_rows, "key": key, "step_size": 1e-4}
-                    tensors = weight, indices, grad, codes[0], scales[0], codes[1], scales[1], ages
-                    return lambda: kernels.compact_adamw_8bit_(*tensors, **options, moment_key=5)
+                    every = {"rows": None if rows is None else [rows], "keys": None if key is None else [key]}
+                    options = {"dim": dim, "gather_grad": not has_rows, "step_size": 1e-4, **every}
+                    tensors = [[t] for t in (weight, indices, grad, codes[0], scales[0], codes[1], scales[1], ages)]
+                    return lambda: kernels.compact_adamw_8bit_(*tensors, **options, moment_keys=[5])
 
                 size = r * (n if dim == 0 else m)
                 case = f"{m}x{n} r={r} dim={dim} {name}"

@@ -27,8 +27,8 @@ def cases() -> Iterator[Case]:
                     grad = randn(*shape, dtype=torch.float32) if compact else randn(m, n)
                     if dim == 1 and contiguous:  # as compact mode holds them
                         first, second, grad = (t.t().contiguous().t() for t in (first, second, grad))
-                    indices = None if compact else picked((m, n)[dim], r)
-                    return lambda: kernels.move_factors(first, second, grad, 9.0, indices=indices, dim=dim)
+                    indices = None if compact else [picked((m, n)[dim], r)]
+                    return lambda: kernels.move_factors([first], [second], [grad], 9.0, indices=indices, dim=dim)
 
                 size = r * (n if dim == 0 else m)
                 target = 0.85 if dim == 0 or contiguous else 0.0  # columns of a row-major gradient: whole sectors

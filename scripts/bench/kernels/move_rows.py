@@ -30,8 +30,10 @@ def cases() -> Iterator[Case]:
                         weight, grad = (t.t().contiguous().t() for t in (weight, grad))
                         rows = None if rows is None else rows.t().contiguous().t()
                     factors, length = torch.rand((n, m)[dim], device=DEVICE), torch.ones((), device=DEVICE)
-                    options = {"dim": dim, "rows": rows, "gather_grad": not has_rows, "key": key, "step_size": 1e-4}
-                    return lambda: kernels.move_rows_(weight, indices, grad, factors, length, **options)
+                    every = {"rows": None if rows is None else [rows], "keys": None if key is None else [key]}
+                    options = {"dim": dim, "gather_grad": not has_rows, "step_size": 1e-4, **every}
+                    tensors = [[t] for t in (weight, indices, grad, factors, length)]
+                    return lambda: kernels.move_rows_(*tensors, **options)
 
                 size = q * (n if dim == 0 else m)
                 target = 0.85 if dim == 0 or contiguous else 0.0  # columns of a row-major weight: whole sectors

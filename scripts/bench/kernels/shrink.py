@@ -15,7 +15,7 @@ def cases() -> Iterator[Case]:
 
             def shrink(m: int = m, n: int = n, contiguous: str = contiguous):
                 x = randn(m, n) if contiguous == "rows" else randn(n, m).t()
-                return lambda: kernels.shrink_(x, 0.999, 5)
+                return lambda: kernels.shrink_([x], 0.999, [5])
 
             yield Case(
                 kernel="shrink",
