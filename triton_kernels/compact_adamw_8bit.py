@@ -185,11 +185,7 @@ def _compact_adamw_8bit_kernel(
     COLUMN_MAJOR: tl.constexpr, HAS_ROWS: tl.constexpr, GATHER_GRAD: tl.constexpr, PER_ROW: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    weight, indices = located(weight, table, 0, ALIGNED), located(indices, table, 1, ALIGNED)
-    values, grad = located(values, table, 2, ALIGNED), located(grad, table, 3, ALIGNED)
-    first_codes, first_scale = located(first_codes, table, 4, ALIGNED), located(first_scale, table, 5, ALIGNED)
-    second_codes, second_scale = located(second_codes, table, 6, ALIGNED), located(second_scale, table, 7, ALIGNED)
-    key, moment_key = from_table(table, 9), from_table(table, 10)
+    first_at, second_at = located(first_codes, table, 4, ALIGNED), located(second_codes, table, 6, ALIGNED)
 
     block = tl.program_id(0).to(tl.int64) * 4 + tl.arange(0, 4)
     lane = tl.arange(0, 4)[:, None] * 256 + tl.arange(0, 256)[None, :]
@@ -203,17 +199,19 @@ def _compact_adamw_8bit_kernel(
     line, across = line + within // width, within % width
     row, col = (across.to(tl.int64), line) if COLUMN_MAJOR else (line, across.to(tl.int64))
 
-    target = tl.load(indices + row, mask=inside, other=0)
+    target = tl.load(located(indices, table, 1, ALIGNED) + row, mask=inside, other=0)
     if PER_ROW:
         steps = tl.load(located(ages, table, 8, ALIGNED) + row, mask=inside, other=1.0)
     else:
         steps = tl.full([1, 1], 0.0, tl.float32) + step
+    grad = located(grad, table, 3, ALIGNED)
     g_at = grad + (target if GATHER_GRAD else row) * grad_row + col * grad_col
     g = tl.load(g_at, mask=inside, other=0.0).to(tl.float32) * sign
-    m = tl.load(signed_levels + tl.load(first_codes + place, mask=inside, other=127).to(tl.int32))
-    v = tl.load(levels + tl.load(second_codes + place, mask=inside, other=0).to(tl.int32))
-    m *= tl.load(first_scale + block, mask=has_block, other=0.0)[:, None]
-    v *= tl.load(second_scale + block, mask=has_block, other=0.0)[:, None]
+    m = tl.load(signed_levels + tl.load(first_at + place, mask=inside, other=127).to(tl.int32))
+    v = tl.load(levels + tl.load(second_at + place, mask=inside, other=0).to(tl.int32))
+    m *= tl.load(located(first_scale, table, 5, ALIGNED) + block, mask=has_block, other=0.0)[:, None]
+    v *= tl.load(located(second_scale, table, 7, ALIGNED) + block, mask=has_block, other=0.0)[:, None]
+    values = located(values, table, 2, ALIGNED)
     value_at = values + (row if HAS_ROWS else target) * value_row + col * value_col
     w = tl.load(value_at, mask=inside, other=0.0).to(tl.float32)
 
@@ -223,14 +221,16 @@ def _compact_adamw_8bit_kernel(
     rate = step_size / _correction(steps, log_beta1)
     w = w * shrink - rate * (m / (root / tl.sqrt(_correction(steps, log_beta2)) + eps))
 
+    moment_key = from_table(table, 10)
     codes, scale = _encoded(m, signed_levels, place, moment_key, 1, 254)
-    tl.store(first_codes + place, codes.to(tl.uint8), mask=inside)
-    tl.store(first_scale + block, scale, mask=has_block)
+    tl.store(located(first_codes, table, 4, ALIGNED) + place, codes.to(tl.uint8), mask=inside)
+    tl.store(located(first_scale, table, 5, ALIGNED) + block, scale, mask=has_block)
     codes, scale = _encoded(root, levels, place, moment_key, 2, 255)
-    tl.store(second_codes + place, codes.to(tl.uint8), mask=inside)
-    tl.store(second_scale + block, scale, mask=has_block)
-    w = _store(value_at, w, inside, target * n + col, key, 0, STOCHASTIC)
+    tl.store(located(second_codes, table, 6, ALIGNED) + place, codes.to(tl.uint8), mask=inside)
+    tl.store(located(second_scale, table, 7, ALIGNED) + block, scale, mask=has_block)
+    w = _store(value_at, w, inside, target * n + col, from_table(table, 9), 0, STOCHASTIC)
     if HAS_ROWS:
+        weight = located(weight, table, 0, ALIGNED)
         weight_at = weight + target * weight_row + col * weight_col
         tl.store(weight_at, narrowed(w.to(tl.float32), weight.dtype.element_ty), mask=inside)
 

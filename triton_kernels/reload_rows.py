@@ -50,14 +50,15 @@ def _reload_rows_kernel(
     rows, weight, indices, table, q, n, row, col, weight_row, weight_col,
     ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    rows, weight = located(rows, table, 0, ALIGNED), located(weight, table, 1, ALIGNED)
     i = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     j = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     there = i < q
     source = tl.load(located(indices, table, 2, ALIGNED) + i, mask=there, other=0)[:, None]
     inside = there[:, None] & (j < n)
+    weight = located(weight, table, 1, ALIGNED)
     value = tl.load(weight + source * weight_row + j * weight_col, mask=inside, other=0.0).to(tl.float32)
-    tl.store(rows + i[:, None] * row + j * col, narrowed(value, rows.dtype.element_ty), mask=inside)
+    place = located(rows, table, 0, ALIGNED) + i[:, None] * row + j * col
+    tl.store(place, narrowed(value, rows.dtype.element_ty), mask=inside)
 
 
 _reload_rows = kernel_op(

@@ -7,7 +7,7 @@ what                       does                                         with
                            ``CompactLinear`` or ``CompactConv1D``       weight; ``_Layers``: all there are;
                                                                         ``_Derived``: subclasses of linear layers
 ``SyncedRows``             keeps weight and active rows in agreement    ``Listener``, ``LastChange``: who hears of it
-``CompactLinearFunction``  computes the gradients of active rows        ``_SelectColumns``
+``CompactLinearFunction``  computes the gradients of active rows
 ``ExpertRows``             converts a weight of experts                 ``_ExpertFunction``
 ``WeightStorage``          reads and writes its weight                  ``Int8Storage``: in 8 bits
 ``DividedLayer``           is a part of a weight that ranks divide      ``TensorParallelLinear``, ``_Share``,

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from grass.compact_mode.active_rows import ActiveRows
-from grass.compact_mode.linear_function import CompactLinearFunction, saved_columns
+from grass.compact_mode.linear_function import CompactLinearFunction
 from grass.compact_mode.synced_rows import Listener, Stamps, SyncedRows, counted, looks_always
 from grass.compact_mode.weight_storage import WeightStorage
 from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel, local
@@ -132,10 +132,8 @@ class CompactLayer(ActiveRows):
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if scale is None else weight
         rows = active, self.chosen, self.dim, self.rank, self.gradient_scale
-        sketch = self.fed_sketch()
-        columns = saved_columns(x, self.chosen) if self.dim == 1 and sketch is None else None
-        y: Tensor = CompactLinearFunction.apply(x, columns, weight, scale, bias, *rows, sketch, self.signs)  # type: ignore[no-untyped-call]
-        return y
+        y, _ = CompactLinearFunction.apply(x, weight, scale, bias, *rows, self.fed_sketch(), self.signs)  # type: ignore[no-untyped-call]
+        return y  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def restore(self, indices: Tensor, explored: Tensor, values: Tensor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The autograd functions of a converted layer: what it saves, and the gradients of active rows and sketch."""
+"""The autograd function of a converted layer: what it saves, and the gradients of active rows and sketch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ NO_SECOND_DERIVATIVE = (
 
 
 class CompactLinearFunction(torch.autograd.Function):
-    """``x W^T + b``. The weight itself gets no gradient; :mod:`grass.compact_mode.layer` has the formulas."""
+    """``x W^T + b``, and what backward keeps of ``x``. :mod:`grass.compact_mode.layer` has the formulas.
+
+    For columns that is ``x[..., chosen]``. As a second result it is part of the graph, so that second derivatives find
+    their way through it to ``x``. The weight itself gets no gradient.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        columns: Tensor | None,
         weight: Tensor,
         scale: Tensor | None,
         bias: Tensor | None,
@@ -40,38 +43,53 @@ class CompactLinearFunction(torch.autograd.Function):
         gradient_scale: float,
         sketch: Tensor | None,
         signs: Tensor | None,
-    ) -> Tensor:
-        """Multiply by the weight; save ``columns``, which are ``x[..., chosen]``, or ``x`` if they are ``None``."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Multiply by the weight; save ``x``, or its chosen columns if that is all that backward needs."""
+        compiling = torch.compiler.is_compiling()
+        columns = select_columns(x, chosen) if dim == 1 and sketch is None else None
         ctx.dim, ctx.active_dtype, ctx.rank, ctx.gradient_scale = dim, active.dtype, rank, gradient_scale
-        ctx.narrow, ctx.sketching = columns is not None, sketch is not None
-        ctx.active = None if torch.compiler.is_compiling() else active
+        ctx.narrow, ctx.sketching, ctx.shape = columns is not None, sketch is not None, x.shape
+        ctx.active = None if compiling else active
+        if not compiling:
+            ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if columns is None else columns, weight, scale, chosen, signs)
-        return F.linear(x, _values(weight, scale, dim, x.dtype), bias).detach()  # no view: it may be changed in place
+        y = F.linear(x, _values(weight, scale, dim, x.dtype), bias).detach()  # no view: it may be changed in place
+        return y, None if compiling else columns
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of input, bias, active rows and sketch; differentiable again with ``create_graph=True``."""
+    def backward(ctx: Any, grad: Tensor | None, grad_columns: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """Gradients of input, bias, active rows and sketch; differentiable again with ``create_graph=True``.
+
+        ``grad_columns`` is ``None`` unless a second derivative is taken.
+        """
         x, weight, scale, chosen, signs = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            _check_differentiable(ctx, x)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            values = _values(weight, scale, ctx.dim, grad.dtype)
-            grad_x = grad @ (_depending_on(values, ctx) if torch.is_grad_enabled() else values)
-        g, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        grad_bias = g.sum(0) if ctx.needs_input_grad[4] else None
-        if ctx.dim == 0:
-            rows = picked_product(g, chosen, x)
-        else:
-            rows = inner_product(g, x) if ctx.narrow else picked_product(x, chosen, g).t()
-        rows = rows.to(ctx.active_dtype)
-        if ctx.gradient_scale != 1.0:
-            rows = scale_explored(rows, ctx)
-        grad_sketch = None
-        if ctx.sketching:
-            with torch.no_grad():
-                grad_sketch = sketch_product(g, x, signs) if ctx.dim == 0 else sketch_product(x, g, signs)
-        return grad_x, None, None, None, grad_bias, rows, None, None, None, None, grad_sketch, None
+        if torch.is_grad_enabled() and ctx.active is None:
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
+        grad_x = grad_bias = rows = grad_sketch = None
+        if grad_columns is not None and ctx.needs_input_grad[0]:
+            grad_x = grad_columns.new_zeros(ctx.shape).index_add(-1, chosen, grad_columns)
+        if grad is not None:
+            if ctx.needs_input_grad[0]:
+                values = _values(weight, scale, ctx.dim, grad.dtype)
+                through = grad @ (_depending_on(values, ctx) if torch.is_grad_enabled() else values)
+                grad_x = through if grad_x is None else grad_x + through
+            g, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+            grad_bias = g.sum(0) if ctx.needs_input_grad[3] else None
+            rows = _gradient_of_rows(ctx, g, x, chosen)
+            if ctx.sketching:
+                with torch.no_grad():
+                    grad_sketch = sketch_product(g, x, signs) if ctx.dim == 0 else sketch_product(x, g, signs)
+        return grad_x, None, None, grad_bias, rows, None, None, None, None, grad_sketch, None
+
+
+def _gradient_of_rows(ctx: Any, g: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
+    """The gradient of the active rows, of ``g (b, m)`` and what was saved of ``x``."""
+    if ctx.dim == 0:
+        rows = picked_product(g, chosen, x)
+    else:
+        rows = inner_product(g, x) if ctx.narrow else picked_product(x, chosen, g).t()
+    rows = rows.to(ctx.active_dtype)
+    return rows if ctx.gradient_scale == 1.0 else scale_explored(rows, ctx)
 
 
 def differentiable_once(backward: Callable[..., _T]) -> Callable[..., _T]:
@@ -88,12 +106,6 @@ def differentiable_once(backward: Callable[..., _T]) -> Callable[..., _T]:
         return backward(ctx, *grads)
 
     return checked
-
-
-def _check_differentiable(ctx: Any, x: Tensor) -> None:
-    """Refuse a second derivative by an input whose columns were gathered outside of autograd."""
-    if ctx.active is None or (ctx.narrow and ctx.needs_input_grad[0] and not x.requires_grad):
-        raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 def scale_explored(rows: Tensor, ctx: Any) -> Tensor:
@@ -120,34 +132,3 @@ def _depending_on(values: Tensor, ctx: Any) -> Tensor:
 def _values(weight: Tensor, scale: Tensor | None, dim: int, dtype: torch.dtype) -> Tensor:
     """The weight's values: decoded if it has a scale, else the weight itself."""
     return weight if scale is None else decode_weight(weight, scale, dim, dtype)
-
-
-def saved_columns(x: Tensor, chosen: Tensor) -> Tensor:
-    """``x[..., chosen]``: ``(..., n) -> (..., k)``; differentiable, unless ``torch.compile`` traces it."""
-    if torch.compiler.is_compiling() or x.is_inference():
-        with torch.no_grad():
-            plain: Tensor = select_columns(x, chosen)
-        return plain
-    columns: Tensor = _SelectColumns.apply(x, chosen)  # type: ignore[no-untyped-call]
-    return columns
-
-
-class _SelectColumns(torch.autograd.Function):
-    """``x[..., chosen]``, which keeps nothing of ``x`` for its derivative: ``torch.gather`` would keep all of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, chosen: Tensor) -> Tensor:
-        """Gather."""
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(chosen)
-        ctx.shape = x.shape
-        columns: Tensor = select_columns(x, chosen)
-        return columns
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        """Scatter; ``grad`` is ``None`` unless a second derivative is taken."""
-        if grad is None:
-            return None, None
-        (chosen,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.shape).index_add(-1, chosen, grad), None
