@@ -194,7 +194,7 @@ def _move_rows_kernel(
 ):  # fmt: skip
     weight, indices = located(weight, table, 0, ALIGNED), located(indices, table, 1, ALIGNED)
     values, grad = located(values, table, 2, ALIGNED), located(grad, table, 3, ALIGNED)
-    factors, length = located(factors, table, 4, ALIGNED), located(length, table, 5, False)
+    factors, length = located(factors, table, 4, ALIGNED), located(length, table, 5, ALIGNED)
     key = from_table(table, 7)
     row = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     there = row < q

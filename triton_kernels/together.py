@@ -1,8 +1,8 @@
 r"""Several matrices in one launch, which takes a host as long as that of one.
 
-A launch gets the tensors of the first matrix as arguments. Where those of the others lie, a table tells: int64, a row
-of ``(address - address of the first) / bytes of an element`` for each argument, then rows of keys. Programs of one
-matrix share their third index.
+A table says where the arguments of each matrix lie: int64, a row of addresses for each argument, then rows of keys. The
+kernel also gets the arguments of the first matrix, which it takes their types from. Programs of one matrix share their
+third index.
 """
 
 from __future__ import annotations
@@ -41,37 +41,30 @@ def batches_of_alike(columns: Sequence[Column], keys: Sequence[Keys] = ()) -> It
         ValueError: they are not equally many.
     """
     present = [column for column in columns if column is not None]
+    layouts = [[(t.shape, t.stride(), t.dtype) for t in column] for column in present]
     kinds: dict[object, list[int]] = {}
-    for i, tensors in enumerate(zip(*present, strict=True)):
-        kinds.setdefault((tensors[0].device, *((t.shape, t.stride(), t.dtype) for t in tensors)), []).append(i)
+    for i, kind in enumerate(zip([t.device for t in present[0]], *layouts, strict=True)):
+        kinds.setdefault(kind, []).append(i)
     for places in kinds.values():
         for start in range(0, len(places), MOST):
             some = places[start : start + MOST]
             yield [[] if column is None else [column[i] for i in some] for column in (*columns, *keys)]
 
 
-def table_of(columns: Sequence[list[Tensor]], keys: Sequence[list[int]] = ()) -> tuple[Tensor, bool]:
-    """The table of a launch on matrices that are alike, and whether all its distances are multiples of 16.
-
-    Those of tensors without dimensions do not count: kernels load one value of them.
+def table_of(columns: Sequence[list[Tensor]], keys: Sequence[list[int]] = ()) -> tuple[Tensor, int]:
+    """The table of a launch on matrices that are alike, and bits that are set for arguments aligned to 16 bytes.
 
     Args:
         columns: the arguments that lie in several places, in the order in which the kernel counts them.
         keys: a key for each matrix and use, each less than 2^63.
     """
-    count, rows, odd = len(columns[0]), list[list[int]](), 0
-    for column in columns:
-        places = [0] * count
-        if column and count > 1:
-            start, size = column[0].data_ptr(), column[0].element_size()
-            places = [(t.data_ptr() - start) // size for t in column]
-            if column[0].ndim:
-                odd |= functools.reduce(operator.or_, places)
-        rows.append(places)
+    count, rows, aligned = len(columns[0]), list[list[int]](), 0
+    for i, column in enumerate(columns):
+        rows.append([t.data_ptr() for t in column] or [0] * count)
+        aligned |= (functools.reduce(operator.or_, rows[-1]) % 16 == 0) << i
     rows += [each or [0] * count for each in keys]
     table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    table = table.to(columns[0][0].device, non_blocking=True)  # not waited for: memory that is not pinned is staged
-    return table, odd % 16 == 0
+    return table.to(columns[0][0].device, non_blocking=True), aligned  # not waited for: the host's memory is staged
 
 
 def first_of(columns: Sequence[list[Tensor]], dim: int) -> list[Any]:
@@ -88,6 +81,6 @@ def from_table(table, row: tl.constexpr):
 
 @jit
 def located(first, table, row: tl.constexpr, ALIGNED: tl.constexpr):
-    """The argument of this program's matrix, given that of the first."""
-    distance = from_table(table, row)
-    return first + (tl.multiple_of(distance, 16) if ALIGNED else distance)
+    """The argument of this program's matrix, of the type of the first one's."""
+    place = from_table(table, row).to(first.dtype)
+    return tl.multiple_of(place, 16) if (ALIGNED >> row) & 1 else place

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grass.batches import of_one_kind
 from grass.kernels import reload_rows_
 from grass.parallel.shards import local
 from grass.selection.draws import draw_generator
@@ -191,12 +190,14 @@ class ActiveRows(nn.Module):
 @torch.no_grad()
 def explore(layers: Sequence[ActiveRows], drawn: Sequence[Tensor]) -> None:
     """Make rows ``(q,)`` of each layer its explored ones, with its weight's values."""
-    torch._foreach_copy_([layer.explored for layer in layers], list(drawn))
-    places = [(layer, layer.explored_part(layer.rows()), layer.explored, layer.plain_matrix()) for layer in layers]
-    for layer, rows, explored, matrix in places:
+    explored = [layer.explored for layer in layers]
+    torch._foreach_copy_(explored, list(drawn))
+    plain: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for layer, indices in zip(layers, explored, strict=True):
+        rows, matrix = layer.explored_part(layer.rows()), layer.plain_matrix()
         if matrix is None:
-            layer.gather(Projector(explored, None, layer.dim), out=rows)
-    plain = [(rows, matrix, explored, layer.dim) for layer, rows, explored, matrix in places if matrix is not None]
-    for alike in of_one_kind(plain, lambda place: place[-1]):
-        rows_of_each, matrices, indices, dims = zip(*alike, strict=True)
-        reload_rows_(rows_of_each, matrices, indices, dim=dims[0])
+            layer.gather(Projector(indices, None, layer.dim), out=rows)
+        else:
+            plain.setdefault(layer.dim, []).append((rows, matrix, indices))
+    for dim, places in plain.items():
+        reload_rows_(*zip(*places, strict=True), dim=dim)

@@ -238,7 +238,7 @@ def _explore_other_rows(every: list[Trained], options: Options) -> None:
         places = own["weight"], layer.weight_axis(layer.dim), own["active"], layer.dim, own["chosen"], layer.rank
         if own["weight"].ndim > 2 or not draws.add(*places, draw_key(*key)):
             selected = state["indices"]
-            numbers = layer.shape[layer.dim], layer.explored.numel(), layer.experts
+            numbers = layer.shape[layer.dim], layer.counts()[1], layer.experts
             alike.setdefault((selected.device, len(selected), *numbers), []).append((layer, selected, key))
     draws.run()
     for (_, _, size, count, experts), of_one_kind in alike.items():

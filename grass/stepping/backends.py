@@ -31,7 +31,7 @@ from grass.stepping.rows import Numbered, Rows, ages_of, shared_by_kernels
 def step_rows(step: GroupStep, every: Iterable[Rows]) -> None:
     """Step rows, whose counts include this step, and write them into their weights; then move explored rows."""
     batch, by_kernel, rest, exploring = cpu_kernel.Batch(step.options.fused), [], [], []
-    triton: dict[str, bool] = {}
+    triton: dict[object, bool] = {}
     for rows in every:
         numbers = _numbers(step, rows)
         explores_here = rows.explored is not None and type(rows.explored.grad) is Tensor  # not sharded
@@ -69,17 +69,17 @@ def decays_whole(step: GroupStep, rows: Rows) -> bool:
     return rows.in_weight and (every or step.options.decay == "all") and step.options.weight_decay != 0
 
 
-def _takes_kernel(step: GroupStep, rows: Rows, triton: dict[str, bool]) -> bool:
-    """Whether rows go through :func:`grass.kernels.compact_adamw_`; ``triton`` remembers which devices do."""
+def _takes_kernel(step: GroupStep, rows: Rows, triton: dict[object, bool]) -> bool:
+    """Whether rows go through :func:`grass.kernels.compact_adamw_`; ``triton`` remembers which devices and types do."""
     values, options = rows.weight if rows.values is None else rows.values, step.options
     if rows.scale is not None or type(values) is not Tensor:
         return False
     if options.moment_dtype != "float32" or (options.stochastic_rounding and is_half(values.dtype)):
         return True
-    device = values.device.type
-    if device not in triton:
-        triton[device] = wants_triton(device)
-    return triton[device] and bool(runs_triton("compact_adamw_", values, rows.grad))
+    kind = values.device, values.dtype, rows.grad.dtype
+    if kind not in triton:
+        triton[kind] = wants_triton(values.device.type) and runs_triton("compact_adamw_", values, rows.grad)
+    return triton[kind]
 
 
 def _cpu_weight(rows: Rows, numbers: Numbers, explores: bool) -> cpu_kernel.Weight:
