@@ -139,8 +139,8 @@ def test_launches_of_limited_size(run, monkeypatch) -> None:
     assert all(torch.equal(a, b) for name in ours for a, b in zip(ours[name], expected[name], strict=True))
 
 
-def test_odd_distances(run) -> None:
-    """Views of one buffer whose distances are no multiples of 16 values."""
+def test_unaligned(run) -> None:
+    """Views of one buffer, not at multiples of 16 bytes."""
     whole = torch.randn(5 * 23 * 7, device=DEVICE)
     indices = [torch.tensor([3, 0], device=DEVICE)] * 5
     results = []
