@@ -68,8 +68,8 @@ if wanted tests && [ ${#smoke[@]} -eq 0 ]; then
     # names are printed as tests end: time may be up before the failures are shown
     run tests 300 "$python" -m pytest -m gpu -p no:cacheprovider -v --tb=short --durations=10 ${parallel[@]+"${parallel[@]}"} tests/kernels "${marked[@]}"
 fi
-kernels=(gather_rows scatter_add_rows row_norms compact_adamw compact_adamw_8bit move_factors move_rows compact_grad)
-kernels+=(row_sketch shrink reload_rows)
+kernels=(scatter_add_rows row_norms compact_adamw compact_adamw_8bit move_factors move_rows row_sketch shrink)
+kernels+=(reload_rows)
 if wanted kernels; then # in one process: imports take longer than the kernels
     run kernels 240 "$python" -c '
 import runpy, sys, traceback

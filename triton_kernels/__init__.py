@@ -2,8 +2,6 @@
 
 from .compact_adamw import compact_adamw_
 from .compact_adamw_8bit import compact_adamw_8bit_
-from .compact_grad import compact_grad
-from .gather_rows import gather_cols, gather_rows
 from .move_factors import move_factors
 from .move_rows import move_rows_
 from .random_bits import make_key, random_bits, round_stochastically
@@ -16,9 +14,6 @@ from .shrink import shrink_
 __all__ = [
     "compact_adamw_",
     "compact_adamw_8bit_",
-    "compact_grad",
-    "gather_cols",
-    "gather_rows",
     "make_key",
     "move_factors",
     "move_rows_",

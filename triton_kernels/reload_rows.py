@@ -1,7 +1,7 @@
 r"""Copy the chosen rows of several weights into tensors of their own: ``w_j <- W[sigma_j]``, in one launch.
 
 Floor: ``q n (e + f)`` bytes for rows of ``e`` bytes a value copied into ``f`` bytes. Columns of a row-major weight take
-32 bytes a value where they lie further apart than that, as in :mod:`gather_rows`, which allocates what it returns.
+32 bytes a value where they lie further apart than that.
 """
 
 from __future__ import annotations

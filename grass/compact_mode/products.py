@@ -15,10 +15,10 @@ ONEDNN_FROM = 4_000_000
 
 
 def picked_product(a: Tensor, indices: Tensor, b: Tensor) -> Tensor:
-    """``a[:, indices]^T b``: ``(t, k), (t, l) -> (r, l)``; on CUDA by :func:`grass.kernels.compact_grad`."""
-    if not torch.is_grad_enabled() and runs_triton("compact_grad", a, b, indices):
-        picked: Tensor = kernels.compact_grad(a, b, indices)
-        return picked
+    """``a[:, indices]^T b``: ``(t, k), (t, l) -> (r, l)``.
+
+    Gathering inside of the product would read the scattered operand again for every block of its columns.
+    """
     return inner_product(a[:, indices] if torch.is_grad_enabled() else select_columns(a, indices), b)
 
 

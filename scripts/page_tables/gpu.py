@@ -63,15 +63,15 @@ def _rate(row: Row) -> float:
 
 
 def host_time() -> str:
-    """What the host does in a step, before and after draws were made together."""
-    header = ["", "forward, ms", "backward, ms", "`step()`, ms", "before, ms"]
+    """What the host does in a step, and what it did when a GPU was last at hand."""
+    measures = {"forward_ms": "forward, ms", "backward_ms": "backward, ms", "step_ms": "`step()`, ms"}
+    header = ["", *(name for measure in measures.values() for name in (measure, "before")), "launches", "before"]
     every = read("host_time.csv")
     before = {row["optimizer"]: row for row in every if row["commit"] == every[0]["commit"]}
     rows = (
         [
             label(row["optimizer"]),
-            *(number(row[name], ".0f") for name in ("forward_ms", "backward_ms", "step_ms")),
-            number(before[row["optimizer"]]["step_ms"], ".0f"),
+            *(number(each[name], ".0f") for name in (*measures, "launches") for each in (row, before[row["optimizer"]])),
         ]
         for row in every
         if row["commit"] != every[0]["commit"]

@@ -108,8 +108,6 @@ def launch_everything(dtypes: list[torch.dtype]) -> None:
     for dtype in dtypes:
         x, x_cols = torch.zeros(m, n, dtype=dtype), torch.zeros(n, m, dtype=dtype).t()
         for matrix in (x, x_cols):
-            kernels.gather_rows(matrix, indices)
-            kernels.gather_cols(matrix, indices)
             kernels.scatter_add_rows(matrix, indices, torch.zeros(r, n))
             kernels.scatter_add_cols(matrix, indices, torch.zeros(m, r, dtype=dtype), scale)
             kernels.row_norms(matrix, 0)
@@ -141,7 +139,6 @@ def launch_everything(dtypes: list[torch.dtype]) -> None:
                 kernels.move_rows_(of_matrix, chosen, of_matrix, *numbers, step_size=0.1, dim=dim, **whole)
                 kernels.reload_rows_([rows], of_matrix, chosen, dim=dim)
         g, inputs = torch.zeros(tokens, m, dtype=dtype), torch.zeros(tokens, n, dtype=dtype)
-        kernels.compact_grad(g, inputs, indices)
         kernels.row_sketch(g, inputs, torch.zeros(n, 32))
 
 

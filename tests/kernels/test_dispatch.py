@@ -48,7 +48,7 @@ def test_falls_back_and_says_so_once(monkeypatch, log) -> None:
     assert log.messages == [
         "grass::row_norms runs in torch: no kernel for torch.float64 tensors of layout torch.strided"
     ]
-    kernels.gather_rows(x, torch.tensor([1], device=DEVICE))
+    kernels.scatter_add_rows(x, torch.tensor([1], device=DEVICE), x[:1])
     assert len(log.messages) == 2
 
 
@@ -65,7 +65,7 @@ def test_imports_and_runs_without_triton() -> None:
         "import sys; sys.modules['triton'] = None\n"
         "import torch, grass, grass.kernels as kernels\n"
         "assert kernels.row_norms(torch.ones(2, 4)).tolist() == [2.0, 2.0]\n"
-        "assert kernels.gather_cols(torch.eye(3), torch.tensor([2])).tolist() == [[0.0], [0.0], [1.0]]\n"
+        "assert kernels.row_norms(torch.eye(3), 1).tolist() == [1.0, 1.0, 1.0]\n"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON", "GRASS"))} | {"GRASS_KERNELS": ""}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment)
@@ -85,7 +85,6 @@ def calls():
     coded = [codes[0]], [torch.ones(1, device=DEVICE)], [codes[1]], [torch.ones(1, device=DEVICE)]
     factors, length, norms = f[0].clone(), ages[0].clone(), ages.clone()
     return {
-        "gather_rows": (f, i),
         "scatter_add_rows": (f, i, rows, ages, -1.0),
         "row_norms": (f,),
         "compact_adamw_": adam,
@@ -93,7 +92,6 @@ def calls():
         "move_factors": (each["rows"], each["v"], [], [], two, each["i"], each["ages"], 0, 0.0, 0.9, 0.99, 1e-8),
         "move_rows_": ([f], [i], [rows], [rows.clone()], [factors], [length], [norms], 0, 0.1, 0.9, False, [7]),
         "reload_rows_": (each["rows"], two, each["i"], 0),
-        "compact_grad": (f, f.clone(), i),
         "row_sketch": (f, f.clone(), rows.t()),
         "shrink_": ([f.bfloat16(), f.bfloat16()], 0.9, [7, 8]),
     }
@@ -109,20 +107,16 @@ def test_registration(name, implementation, monkeypatch) -> None:
 
 def test_fake_tensors_see_shapes() -> None:
     with FakeTensorMode():
-        x, i = torch.empty(70_000, 9, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int64)
-        assert kernels.gather_rows(x, i).shape == (4, 9)
-        assert kernels.gather_cols(x, i).shape == (70_000, 4)
+        x = torch.empty(70_000, 9, dtype=torch.bfloat16)
         assert kernels.row_norms(x, 1).shape == (9,)
         assert kernels.row_norms(x).dtype == torch.float32
-        assert kernels.compact_grad(x, torch.empty(70_000, 5, dtype=torch.bfloat16), i).shape == (4, 5)
         assert kernels.row_sketch(x, x, torch.empty(9, 16)).shape == (9, 16)
 
 
 def test_compiles_into_one_graph() -> None:
     def step(weight, grad, indices, m, v):
         kernels.compact_adamw_([weight], [indices], [grad], [m], [v], 3, gather_grad=True, step_size=0.1)
-        product = kernels.compact_grad(grad, weight, indices)
-        return kernels.gather_rows(weight, indices).sum() + kernels.row_norms(product).sum()
+        return kernels.row_sketch(grad, weight, weight.t() @ grad).sum() + kernels.row_norms(weight).sum()
 
     def arguments():
         torch.manual_seed(0)

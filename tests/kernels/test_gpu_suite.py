@@ -12,14 +12,12 @@ from tests.accelerator.standin import why_not
 
 ROOT = Path(__file__).parents[2]
 KERNELS = [
-    "gather_rows",
     "scatter_add_rows",
     "row_norms",
     "compact_adamw",
     "compact_adamw_8bit",
     "move_factors",
     "move_rows",
-    "compact_grad",
     "row_sketch",
     "shrink",
     "reload_rows",

@@ -1,9 +1,8 @@
 """What the kernel benchmarks share: timing, the ceilings of the machine, the table.
 
 A case is timed by calls on several sets of operands that together exceed the cache, which are queued behind a large
-product, so that neither launches nor cached operands count. Its rate is divided by a ceiling measured in the same run:
-a large copy for bytes, a large bfloat16 product for FLOPs. With ``--smoke`` every case runs once, tiny, in Triton's
-interpreter: times are then meaningless.
+product, so that neither launches nor cached operands count. Its rate is divided by that of a large copy measured in the
+same run. With ``--smoke`` every case runs once, tiny, in Triton's interpreter: times are then meaningless.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class Case:
         case: what tells it from the kernel's other cases.
         make: makes one set of operands and returns the call to time on it.
         bytes: read and written by the floor of the kernel's docstring.
-        flops: likewise; a kernel with a count here is measured against the matrix product.
         target: share of the ceiling aimed at on an H200; 0 is none.
     """
 
@@ -57,7 +55,6 @@ class Case:
     case: str
     make: Callable[[], Callable[[], object]]
     bytes: int
-    flops: int = 0
     target: float = 0.0
 
 
@@ -125,13 +122,11 @@ def _keep_busy() -> None:
         _factor() @ _factor()
 
 
-def ceilings() -> tuple[float, float]:
-    """Bytes per second of a large copy (read and written) and FLOP/s of a large bfloat16 product."""
+def ceiling_of_bytes() -> float:
+    """Bytes per second of a large copy, read and written."""
     copied = randn(1 << (10 if SMOKE else 30))
-    side = 64 if SMOKE else 8192
-    a, b, into = randn(side, side), randn(side, side), torch.empty_like(copied)
-    copy = 2 * copied.nbytes / seconds([lambda: into.copy_(copied)])
-    return copy, 2 * side**3 / seconds([lambda: a @ b])
+    into = torch.empty_like(copied)
+    return 2 * copied.nbytes / seconds([lambda: into.copy_(copied)])
 
 
 def timed(case: Case, implementation: str) -> float:
@@ -142,22 +137,21 @@ def timed(case: Case, implementation: str) -> float:
 
 
 def table(cases: Iterable[Case]) -> pd.DataFrame:
-    """Every case by its kernel and by its torch twin, against the ceilings."""
-    copy, product = ceilings()
+    """Every case by its kernel and by its torch twin, against the ceiling."""
+    ceiling = ceiling_of_bytes()
     rows = []
     for case in cases:
         ours, twin = timed(case, "triton"), timed(case, "torch")
-        work, ceiling = (case.flops, product) if case.flops else (case.bytes, copy)
         rows.append(
             {
                 "kernel": case.kernel,
                 "case": case.case,
                 "us": ours * 1e6,
                 "torch_us": twin * 1e6,
-                "unit": "TFLOP/s" if case.flops else "TB/s",
-                "rate": work / ours / 1e12,
+                "unit": "TB/s",
+                "rate": case.bytes / ours / 1e12,
                 "ceiling": ceiling / 1e12,
-                "of_ceiling": work / ours / ceiling,
+                "of_ceiling": case.bytes / ours / ceiling,
                 "target": case.target,
             }
         )
