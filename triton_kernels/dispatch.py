@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +49,10 @@ def kernel_op(
     _TYPES[name] = REAL | {torch.int64} | types
 
     def run(*args: Any) -> Any:
-        return (launch if runs_triton(name, *args) else twin)(*args)
+        if not runs_triton(name, *args):
+            return twin(*args)
+        with on_device_of(tensors_of(args)[0]):
+            return launch(*args)
 
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -62,14 +66,24 @@ def runs_triton(name: str, *args: Any) -> bool:
     Raises:
         ValueError: ``GRASS_KERNELS`` is neither ``torch`` nor ``triton``.
     """
-    first = (a[0] if isinstance(a, list) and a else a for a in args)  # those of a list are alike
-    tensors = [a for a in first if isinstance(a, Tensor)]
+    tensors = tensors_of(args)
     if not wants_triton(tensors[0].device.type):
         return False
     reason = _obstacle(tensors, _TYPES.get(name, REAL | {torch.int64}))
     if reason:
         _say_once(name, reason)
     return reason is None
+
+
+def tensors_of(args: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors among arguments, and the first of each list of them, which are alike."""
+    first = (a[0] if isinstance(a, list) and a else a for a in args)
+    return [a for a in first if isinstance(a, Tensor)]
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current GPU, which need not be a tensor's: layers may be on several."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def wants_triton(device: str) -> bool:

@@ -71,7 +71,11 @@ def host_time() -> str:
     rows = (
         [
             label(row["optimizer"]),
-            *(number(each[name], ".0f") for name in (*measures, "launches") for each in (row, before[row["optimizer"]])),
+            *(
+                number(each[name], ".0f")
+                for name in (*measures, "launches")
+                for each in (row, before[row["optimizer"]])
+            ),
         ]
         for row in every
         if row["commit"] != every[0]["commit"]

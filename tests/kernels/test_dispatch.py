@@ -4,6 +4,10 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +61,22 @@ def test_triton_on_a_device_without_kernels(monkeypatch, log) -> None:
     monkeypatch.setenv("GRASS_KERNELS", "triton")
     assert not dispatch.runs_triton("op", torch.zeros(2, device="meta"))
     assert "no kernel for meta tensors in the interpreter" in log.text
+
+
+def test_launches_on_the_gpu_of_its_tensors(monkeypatch) -> None:
+    """Triton would take the current one."""
+    entered: list[Any] = []
+
+    @contextmanager
+    def on(device: Any) -> Iterator[None]:
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    with dispatch.on_device_of(SimpleNamespace(is_cuda=True, device="cuda:1")):  # type: ignore[arg-type]
+        assert entered == ["cuda:1"]
+    with dispatch.on_device_of(torch.ones(1)):
+        assert entered == ["cuda:1"]
 
 
 @pytest.mark.slow
