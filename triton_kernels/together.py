@@ -34,7 +34,7 @@ def batches_of_alike(columns: Sequence[Column], keys: Sequence[Keys] = ()) -> It
         columns: the same argument of every matrix.
         keys: of every matrix.
 
-    Returns:
+    Yields:
         Of each batch the columns and keys, empty where there are none.
 
     Raises:
