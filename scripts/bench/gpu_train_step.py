@@ -4,10 +4,12 @@
     python scripts/bench/gpu_train_step.py --smoke                 # tiny, on the tests' stand-in, times meaningless
 
 Each contestant trains a model of its own from the same weights on the same tokens; the table gives the mean step,
-refreshes included, the peak of allocated memory and the throughput relative to AdamW. Grass has float32 active rows and
-its defaults except for what the row names; r = q = n/8 where nothing else is said. ``frozen`` is the floor: linear
-weights without gradients. The model is the 1b of the papers with an intermediate size of 5,504: 5,461, theirs, is odd,
-so cuBLAS multiplies with kernels that do not use a Hopper GPU's own instructions.
+refreshes included, how long the host queued it and of that the optimizer's ``step()``, the peak of allocated memory and
+the throughput relative to AdamW. Where queueing takes as long as the step, the GPU waits for its host.
+
+Grass has float32 active rows and its defaults except for what the row names; r = q = n/8 where nothing else is said.
+``frozen`` is the floor: linear weights without gradients. The model is the 1b of the papers with an intermediate size
+of 5,504: 5,461, theirs, is odd, so cuBLAS multiplies with kernels that do not use a Hopper GPU's own instructions.
 """
 
 from __future__ import annotations
@@ -71,26 +73,30 @@ CONTESTANTS: dict[str, Callable[[nn.Module], Optimizer]] = {
 
 
 def measure(build: Callable[[nn.Module], Optimizer], args: argparse.Namespace) -> dict[str, float]:
-    """Mean milliseconds and peak memory of a step."""
+    """Mean milliseconds of a step, of its host, and peak memory."""
     config = llama_config(
         SHAPES.get(args.model, args.model), vocab_size=256 if args.smoke else 32_000, max_seq_len=args.seq_len
     )
     model = build_llama(config, seed=0, dtype=torch.bfloat16, device=DEVICE)
     optimizer, accelerated = build(model), DEVICE != "cpu"
     ids = torch.randint(256, (args.batch_size, args.seq_len), device=DEVICE)
-    times = []
+    times = list[tuple[float, float, float]]()
     if accelerated:
         torch.accelerator.reset_peak_memory_stats()
     for _ in range(args.repeats + args.warmup):
         start = time.perf_counter()
         model(input_ids=ids, labels=ids).loss.backward()
+        begun = time.perf_counter()
         optimizer.step()
+        stepped = time.perf_counter()
         optimizer.zero_grad()
+        queued = time.perf_counter()
         if accelerated:
             torch.accelerator.synchronize()
-        times.append(time.perf_counter() - start)
-    peak = torch.accelerator.max_memory_allocated() if accelerated else 0
-    return {"step_ms": statistics.mean(times[args.warmup :]) * 1e3, "peak_gib": peak / 2**30}
+        times.append((time.perf_counter() - start, queued - start, stepped - begun))
+    names, columns = ("step_ms", "host_ms", "host_step_ms"), zip(*times[args.warmup :], strict=True)
+    means = {name: statistics.mean(column) * 1e3 for name, column in zip(names, columns, strict=True)}
+    return {**means, "peak_gib": (torch.accelerator.max_memory_allocated() if accelerated else 0) / 2**30}
 
 
 DEFAULTS = {
