@@ -107,7 +107,7 @@ def law(steps: str) -> str:
 
 
 def law_fit() -> str:
-    """The best rates of ``law.csv`` as multiples of AdamW's, and the exponent that fits them, by width and horizon."""
+    """The best rates of ``law.csv`` as multiples of AdamW's, their losses, and the exponent that fits the rates."""
     groups: dict[tuple[int, int], list[Row]] = {}
     for row in read("law.csv"):
         if row["times"]:
@@ -116,10 +116,13 @@ def law_fit() -> str:
     lines = []
     for (hidden, steps), rows in sorted(groups.items()):
         of = {float(row["moving"]): row for row in rows}
-        times = [_times(of[share]) if share in of else "" for share in shares]
+        theirs = float(of[1.0]["loss"])
+        times = [
+            f"{_times(of[share])} ({float(of[share]['loss']) - theirs:+.3f})" if share in of else "" for share in shares
+        ]
         left = [abs(float(row["residual"])) for row in rows if row["residual"]]
         fitted = [f"{float(rows[0]['exponent']):.2f}", f"{2 ** max(left):.2f}"] if len(left) > 1 else ["", ""]
-        lines.append([str(hidden), f"{steps:,}", _plain(float(of[1.0]["best"])), *times, *fitted])
+        lines.append([str(hidden), f"{steps:,}", f"{_plain(float(of[1.0]['best']))} ({theirs:.3f})", *times, *fitted])
     names = [f"r = q = {Fraction(share / 2)} n" for share in shares]
     return table(["hidden size", "steps", "AdamW's", *names, "exponent", "off by at most a factor"], lines)
 
@@ -148,7 +151,8 @@ def widest() -> str:
         best = min(rates, key=lambda rate: _of_first_seed(rates[rate]))
         rows = sorted(rates[best], key=lambda row: int(row["seed"]))
         held = (int(rows[0]["state_bytes"]) + int(rows[0]["gradient_bytes"])) / 1e6
-        timed, rank = TIMED.get(method, (rows[0]["optimizer"], "0.125"))
+        by_name = "not measured" if "compact" in settings_of(rows[0]) else rows[0]["optimizer"]
+        timed, rank = TIMED.get(method, (by_name, "0.125"))
         time = times.get((timed, rank))
         lines.append(
             [
@@ -180,7 +184,7 @@ TIMED = {
 def method_of_the_widest(row: Row) -> str:
     """What a cell of the widest model trains with; of compact mode with its fraction."""
     name, values = method_name(row["optimizer"], row["settings"]), settings_of(row)
-    return f"{name}, r = q = {Fraction(values['rank'])} n" if "compact" in values else name
+    return f"{name}, r = q = {Fraction(values.get('rank', '0.25'))} n" if "compact" in values else name
 
 
 def starting_rates() -> str:
