@@ -20,7 +20,7 @@ from torch import Tensor
 from grass.batches import of_one_kind
 from grass.cpu import kernel as cpu_kernel
 from grass.kernels import compact_adamw_, compact_adamw_8bit_
-from grass.kernels.dispatch import runs_triton, wants_triton
+from grass.kernels.dispatch import runs_triton
 from grass.state.master import is_half
 from grass.stepping.explored import step_explored
 from grass.stepping.group import GroupStep, Numbers
@@ -78,7 +78,7 @@ def _takes_kernel(step: GroupStep, rows: Rows, triton: dict[object, bool]) -> bo
         return True
     kind = values.device, values.dtype, rows.grad.dtype
     if kind not in triton:
-        triton[kind] = wants_triton(values.device.type) and runs_triton("compact_adamw_", values, rows.grad)
+        triton[kind] = runs_triton("compact_adamw_", values, rows.grad)
     return triton[kind]
 
 

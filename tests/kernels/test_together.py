@@ -65,18 +65,22 @@ def step(of: dict[str, list[Tensor]], keys: list[int], dim: int, per_row: bool) 
     return {**of, "factors": factors, "lengths": lengths, "means": means}
 
 
+def assert_as_one_after_another(run: Any, function: Any, every: Any, keys: list[int], *options: Any) -> None:
+    """``function`` of all weights gives each the bits that it gives it alone, by the kernel and by its twin."""
+    for implementation in ("triton", "torch"):
+        together_ = run(implementation, function, copied(every), keys, *options)
+        for i, key in enumerate(keys):
+            own = {name: [column[i].clone()] for name, column in every.items()}
+            for name, (tensor,) in run(implementation, function, own, [key], *options).items():
+                assert torch.equal(together_[name][i], tensor), (implementation, name, i)
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize(("dtype", "layout"), list(itertools.product(DTYPES, LAYOUTS)), ids=str)
 def test_equals_one_after_another(dtype, layout, per_row, dim, run) -> None:
     every, keys = columns(dtype, layout, dim), [make_key(i) for i in range(len(SHAPES))]
-    for implementation in ("triton", "torch"):
-        together_ = run(implementation, step, copied(every), keys, dim, per_row)
-        for i, key in enumerate(keys):
-            own = {name: [column[i].clone(memory_format=torch.preserve_format)] for name, column in every.items()}
-            alone = run(implementation, step, own, [key], dim, per_row)
-            for name, (tensor,) in alone.items():
-                assert torch.equal(together_[name][i], tensor), (implementation, name, i)
+    assert_as_one_after_another(run, step, every, keys, dim, per_row)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -95,12 +99,7 @@ def test_codes_equal_one_after_another(dim, run) -> None:
         moves = move_factors(of["exp_avgs"], of["exp_avg_sqs"], of["grads"], 3, scales=scales, dim=dim)
         return {**of, "factors": [factors for factors, _, _ in moves]}
 
-    for implementation in ("triton", "torch"):
-        together_ = run(implementation, coded, copied(every), keys)
-        for i, key in enumerate(keys):
-            own = {name: [column[i].clone()] for name, column in every.items()}
-            for name, (tensor,) in run(implementation, coded, own, [key]).items():
-                assert torch.equal(together_[name][i], tensor), (implementation, name, i)
+    assert_as_one_after_another(run, coded, every, keys)
 
 
 def test_full_gradients_equal_one_after_another(run) -> None:
@@ -121,12 +120,7 @@ def test_full_gradients_equal_one_after_another(run) -> None:
     def of_each(of: dict[str, list[Tensor]]) -> Any:
         return zip(of["weights"], of["indices"], strict=True)
 
-    for implementation in ("triton", "torch"):
-        together_ = run(implementation, dense, copied(every), keys)
-        for i, key in enumerate(keys):
-            own = {name: [column[i].clone()] for name, column in every.items()}
-            for name, (tensor,) in run(implementation, dense, own, [key]).items():
-                assert torch.equal(together_[name][i], tensor), (implementation, name, i)
+    assert_as_one_after_another(run, dense, every, keys)
 
 
 def test_launches_of_limited_size(run, monkeypatch) -> None:
