@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import can_watch
+from grass.options import parameter_names
 from grass.selection.rules import needs_norms
 from grass.state.schema import State, shared_steps
 
@@ -43,11 +44,12 @@ class Health:
         """Check all selected weights after a step; ``stepped`` has the ``id`` of those that had a gradient."""
         idle, overdue, position = [], [], 0
         for group in groups:
-            for i, p in enumerate(group["params"]):
-                layer, position = layers.get(id(p)), position + 1
+            names, position = parameter_names(group, position), position + len(group["params"])
+            for name, p in zip(names, group["params"], strict=True):
+                layer = layers.get(id(p))
                 if (layer is None and (group["rank"] is None or p.ndim < 2)) or not p.requires_grad:
                     continue
-                name = _name(group, i, position - 1, layer)
+                name = layer.label if layer is not None and layer.label else name
                 if id(p) in stepped:
                     self._missed.pop(name, None)
                 elif self._is_idle(name, steps := _patience(layer, group)):
@@ -109,12 +111,6 @@ def _frozen(model: nn.Module) -> list[_Place]:
         for name, p in module._parameters.items()
         if p is not None and not p.requires_grad and id(p) not in weights
     ]
-
-
-def _name(group: dict[str, Any], i: int, position: int, layer: CompactLayer | None) -> str:
-    if layer is not None and layer.label:
-        return layer.label
-    return str(group["param_names"][i]) if "param_names" in group else f"parameter {position}"
 
 
 def _patience(layer: CompactLayer | None, group: dict[str, Any]) -> int:

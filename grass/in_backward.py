@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.hooks import RemovableHandle
 
 from grass.optimizer import GrassAdamW
+from grass.options import parameter_names
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded
 from grass.private_names import NO_BACKWARD, at_end_of_backward, gradient_hooks, running_backward, set_steps_with_scaler
@@ -238,7 +239,5 @@ def _check_free(p: Tensor) -> None:
 
 
 def _name(group: dict[str, Any], p: Tensor, position: int) -> str:
-    names = group.get("param_names")
-    if names is None:
-        return f"Parameter {position} of shape {tuple(p.shape)}"
-    return str(next(name for name, other in zip(names, group["params"], strict=True) if other is p))
+    index = next(i for i, other in enumerate(group["params"]) if other is p)
+    return parameter_names(group, position - index)[index]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
-from grass.options import is_projected
+from grass.options import is_projected, parameter_names
 from grass.parallel.shards import local
 from grass.state.master import is_half, keeps_master
 
@@ -108,9 +108,9 @@ def _every(groups: Groups) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
     """All parameters with their names and groups."""
     position = 0
     for group in groups:
-        for i, p in enumerate(group["params"]):
-            yield repr(group["param_names"][i]) if "param_names" in group else f"parameter {position}", group, p
-            position += 1
+        names, position = parameter_names(group, position), position + len(group["params"])
+        for name, p in zip(names, group["params"], strict=True):
+            yield repr(name), group, p
 
 
 def _sample(tensor: Tensor, layer: CompactLayer | None) -> Tensor:

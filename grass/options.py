@@ -311,6 +311,19 @@ def explored_count(group: Mapping[str, Any], rank: int, size: int) -> int:
     return resolve_explore(explore, rank, size)
 
 
+def parameter_names(group: Mapping[str, Any], first: int) -> list[str]:
+    """What to call a group's parameters: as they were named, or by their positions.
+
+    Names do not count where parameters were put into the group or taken out by hand: they may be those of others.
+
+    Args:
+        group: of an optimizer.
+        first: position of its first parameter among all of the optimizer.
+    """
+    names, count = group.get("param_names", ()), len(group["params"])
+    return list(map(str, names)) if len(names) == count else [f"parameter {first + i}" for i in range(count)]
+
+
 def is_projected(tensor: Tensor, group: Mapping[str, Any]) -> bool:
     """:meth:`Options.projects` of a parameter group."""
     return group["rank"] is not None and tensor.ndim >= 2 and tensor.numel() > 0

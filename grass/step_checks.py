@@ -14,6 +14,7 @@ from grass.options import (
     check_value,
     declared_settings,
     is_projected,
+    parameter_names,
     shared_settings,
     validate,
 )
@@ -35,11 +36,13 @@ class StepChecks:
     def __init__(self, groups: Groups) -> None:
         self._settings = [(group, declared_settings(group)) for group in groups]
         self._by_rows: dict[int, bool] | None = None
+        self._shapes = _shapes(groups)
         self._agreement = Agreement()
 
     def add_last(self, groups: Groups, layers: Layers) -> None:
         """Take note of the last group, which was added and checked."""
         self._by_rows = _trained_by_rows(groups, layers)
+        self._shapes |= _shapes(groups[-1:])
         self._settings.append((groups[-1], declared_settings(groups[-1])))
 
     def before_step(
@@ -61,9 +64,8 @@ class StepChecks:
     def _follow(self, groups: Groups) -> None:
         """Follow a list of groups that some were taken out of, as a loop may do with any optimizer of torch."""
         if len(groups) < len(self._settings):
-            kept, left = {id(group) for group in groups}, {id(p) for group in groups for p in group["params"]}
+            kept = {id(group) for group in groups}
             self._settings = [item for item in self._settings if id(item[0]) in kept]
-            self._by_rows = {key: by_rows for key, by_rows in (self._by_rows or {}).items() if key in left} or None
         if len(groups) != len(self._settings):
             raise RuntimeError("param_groups has groups that were put there by hand: call add_param_group for them")
         self._settings = [(group, settings) for group, (_, settings) in zip(groups, self._settings, strict=True)]
@@ -90,6 +92,8 @@ class StepChecks:
         if self._by_rows is None:
             self._by_rows = found
         if len(found) < len(self._by_rows):
+            self._by_rows = self._without_taken_out(groups, self._by_rows)
+        if len(found) < len(self._by_rows):
             if any(self._by_rows.get(id(p)) and id(p) not in layers for group in groups for p in group["params"]):
                 raise RuntimeError(
                     "grass.expand(), fully_shard or a move from the meta device has replaced the active rows that this "
@@ -100,6 +104,13 @@ class StepChecks:
                 "replaced them by flattened ones (DeepSpeed ZeRO, FSDP1), or FSDP2 has not resharded them before the "
                 "step; train with DDP or FSDP2 (fully_shard)"
             )
+
+    def _without_taken_out(self, groups: Groups, by_rows: dict[int, bool]) -> dict[int, bool]:
+        """What is left if parameters were taken out by hand; wrappers put others in their place, or change shapes."""
+        now = _shapes(groups)
+        if any(self._shapes.get(key) != shape for key, shape in now.items()):
+            return by_rows
+        return {key: value for key, value in by_rows.items() if key in now}
 
     def check_ranks(
         self, groups: Groups, states: Mapping[Tensor, State], layers: Layers, ranks: Ranks, others: Mapping[str, Any]
@@ -127,9 +138,10 @@ class StepChecks:
 def _parameter_settings(groups: Groups, states: Mapping[Tensor, State], layers: Layers) -> dict[str, Any]:
     """Shape, age and selected rows of every parameter."""
     settings: dict[str, Any] = {}
-    for number, group in enumerate(groups):
-        for i, p in enumerate(group["params"]):
-            name = group.get("param_names", {i: f"parameter {i} of group {number}"})[i]
+    position = 0
+    for group in groups:
+        names, position = parameter_names(group, position), position + len(group["params"])
+        for name, p in zip(names, group["params"], strict=True):
             settings[f"the shape of {name}"] = tuple(p.shape)
             settings[f"the age of {name}"] = [int(states.get(p, {}).get(key, 0)) for key in ("step", "refreshes")]
             if id(p) in layers and layers[id(p)].strata == 1:
@@ -155,6 +167,10 @@ def check_gradients(groups: Groups) -> None:
                     f"GrassAdamW takes dense gradients, got {p.grad.layout} for a weight of {tuple(p.shape)}; "
                     "use sparse=False in the embedding or torch.optim.SparseAdam for it"
                 )
+
+
+def _shapes(groups: Groups) -> dict[int, torch.Size]:
+    return {id(p): p.shape for group in groups for p in group["params"]}
 
 
 def _trained_by_rows(groups: Groups, layers: Layers) -> dict[int, bool]:

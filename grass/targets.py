@@ -49,16 +49,15 @@ def matched_modules(
         for name in linear
         if name not in heads and (by_default or names_match(name, targets)) and not names_match(name, exclude)
     ]
-    empty = [name for name in matched if linear[name].weight.numel() == 0]
-    own = [name for name in matched if id(linear[name].weight) not in shared and name not in empty]
+    reasons = {name: _not_its_own(linear[name], shared) for name in matched}
+    own = [name for name in matched if reasons[name] is None]
     for name in matched:
         if name not in own:
-            reason = "empty" if name in empty else "shared with another module"
-            logger.warning("Grass passes over %r: its weight is %s", name, reason)
+            logger.warning("Grass passes over %r: its weight is %s", name, reasons[name])
     if not own and not may_be_none:
         known = [*linear, *matched_experts(model)]
         listed = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
-        reason = "match only layers with shared or empty weights" if matched else "match no linear layer"
+        reason = "match only layers with shared, computed or empty weights" if matched else "match no linear layer"
         raise ValueError(f"{targets=}, {exclude=} {reason}; the model has: {listed or 'none'}")
     if targets is not None and not isinstance(targets, str):
         _check_each_matches(targets, [*linear, *matched_experts(model)])
@@ -147,6 +146,20 @@ def _head_names(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if module is head or name.rpartition(".")[2] in HEAD_NAMES:
             yield name
+
+
+def _not_its_own(module: nn.Module, shared: Collection[int]) -> str | None:
+    """Why a linear layer's weight is not to be selected of, if so.
+
+    It is looked up past the module's attributes: reading a parametrized weight computes it, which may change buffers,
+    as of spectral norm.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "no parameter but computed from others"
+    if id(weight) in shared:
+        return "shared with another module"
+    return "empty" if weight.numel() == 0 else None
 
 
 def _shared_weights(model: nn.Module) -> set[int]:

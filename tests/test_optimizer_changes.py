@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import Parameter
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 import grass
 from grass import GrassAdamW
@@ -287,6 +290,52 @@ def test_a_group_that_is_taken_out_trains_no_more(compact: bool) -> None:
     moved = {id(p) for p in model.parameters() if not torch.equal(p, before[id(p)])}
     assert not moved & trained[0]
     assert moved == set().union(*trained[1:])
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_weight_that_is_taken_out_of_its_group_trains_no_more(compact: bool) -> None:
+    """Also a named one: names by position would be those of other weights then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.LayerNorm(12))
+    if compact:
+        grass.compact(model, rank=3)
+    optimizer = GrassAdamW(model if compact else grass.param_groups(model, rank=3))
+    _step_once(model, optimizer)
+    out = {id(p) for p in model[0].parameters()}
+    for group in optimizer.param_groups:
+        group["params"][:] = [p for p in group["params"] if id(p) not in out]
+    before = {id(p): p.detach().clone() for p in model.parameters()}
+    _step_once(model, optimizer)
+    moved = {id(p) for p in model.parameters() if not torch.equal(p, before[id(p)])}
+    assert moved == {id(p) for part in (model[1], model[2]) for p in part.parameters()}
+
+
+def test_a_parameter_that_was_appended_by_hand_trains() -> None:
+    """As in any optimizer of torch, though the group's names do not have it."""
+    model = nn.Sequential(nn.Linear(12, 12), nn.LayerNorm(12))
+    optimizer = GrassAdamW(grass.param_groups(model, rank=3))
+    _step_once(model, optimizer)
+    more = Parameter(torch.ones(12, 12))
+    more.grad = torch.ones(12, 12)
+    optimizer.param_groups[0]["params"].append(more)
+    optimizer.step()
+    assert not torch.equal(more, torch.ones(12, 12))
+
+
+@pytest.mark.parametrize(
+    "convert", [lambda model: grass.compact(model, rank=3), lambda model: grass.param_groups(model, rank=3)]
+)
+def test_parametrized_weights_are_passed_over_unread(
+    convert: Callable[[nn.Module], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each read of a weight with a spectral norm is a power iteration; one that is switched off returns a parameter."""
+    model = nn.Sequential(spectral_norm(nn.Linear(12, 12)), nn.Linear(12, 12), nn.Linear(12, 12))
+    register_parametrization(model[1], "weight", nn.Identity())
+    before = copy.deepcopy(model.state_dict())
+    convert(model)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert "passes over '0': its weight is no parameter" in caplog.text
+    assert "passes over '1': its weight is no parameter" in caplog.text
 
 
 def test_a_group_that_was_appended_by_hand_is_an_error() -> None:

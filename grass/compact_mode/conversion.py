@@ -231,9 +231,6 @@ def convertible(name: str, layer: Any, reasons: Mapping[str, str] = MappingProxy
     if compact_class(layer) is None:
         logger.warning("Grass passes over %r: %s is no plain linear layer", name, type(layer).__name__)
         return False
-    if not isinstance(layer.weight, nn.Parameter):
-        logger.warning("Grass passes over %r: its weight is no parameter but computed from others", name)
-        return False
     if is_wrapper(layer.weight):
         logger.warning("Grass passes over %r: its weight is a %s", name, type(layer.weight).__name__)
         return False

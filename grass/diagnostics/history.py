@@ -15,7 +15,7 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.registry import by_active_rows, layers_of
 from grass.diagnostics.measures import MEASURES, LayerRecord, Tracked, mean
 from grass.extras import optional
-from grass.options import as_matrix, is_batch, is_projected
+from grass.options import as_matrix, is_batch, is_projected, parameter_names
 from grass.parallel.shards import row_norms
 from grass.state.strata import Strata
 
@@ -213,13 +213,11 @@ class SelectionHistory:
         """The parameters that have a selection now. Wrappers may replace parameters between two steps."""
         layers, position = by_active_rows(self._layers), 0
         for group in self.optimizer.param_groups:
-            names = group.get("param_names", [None] * len(group["params"]))
-            for p, name in zip(group["params"], names, strict=True):
+            for p, name in zip(group["params"], parameter_names(group, position), strict=True):
                 layer, state = layers.get(id(p)), self.optimizer.state.get(p, {})
                 whole = "indices" in state and not is_batch(p, group)
                 if layer is not None or whole:
-                    shown = name.rpartition(".")[0] or name if name else f"parameter {position}"
-                    yield _Selected(position, shown, p, layer, state)
+                    yield _Selected(position, name.rpartition(".")[0] or name, p, layer, state)
                 position += 1
 
 

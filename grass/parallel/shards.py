@@ -92,7 +92,7 @@ def own_part(tensor: Tensor, over: int) -> Tensor:
 
 def is_tensor_parallel(module: Any) -> bool:
     """Whether ``parallelize_module`` has sharded the weight of a layer."""
-    return is_sharded(getattr(module, "weight", None)) and is_parallelized(module)
+    return is_sharded(module._parameters.get("weight")) and is_parallelized(module)
 
 
 def row_norms(grad: Tensor, dim: int) -> Tensor:

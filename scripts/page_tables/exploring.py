@@ -145,40 +145,43 @@ def widest() -> str:
         rates = found.setdefault(method_of_the_widest(row), {})
         values = settings_of(row)
         rates.setdefault((float(values["lr"]), float(values.get("scale", 1))), []).append(row)
-    times = {(row["method"], row["rank"]): float(row["step_ms"]) for row in read("speed_wide.csv")}
-    lines = []
-    for method, rates in sorted(found.items(), key=lambda item: min(map(_of_first_seed, item[1].values()))):
-        best = min(rates, key=lambda rate: _of_first_seed(rates[rate]))
-        rows = sorted(rates[best], key=lambda row: int(row["seed"]))
-        held = (int(rows[0]["state_bytes"]) + int(rows[0]["gradient_bytes"])) / 1e6
-        by_name = "not measured" if "compact" in settings_of(rows[0]) else rows[0]["optimizer"]
-        timed, rank = TIMED.get(method, (by_name, "0.125"))
-        time = times.get((timed, rank))
-        lines.append(
-            [
-                method,
-                " ".join(f"{float(row['loss_100']):.3f}" for row in rows),
-                ", ".join(_plain(lr * scale) for lr, scale in sorted(rates, key=lambda rate: rate[0] * rate[1])),
-                _plain(best[0] * best[1]),
-                _plain(best[0]),
-                f"{held:.0f} MB",
-                "" if time is None else f"{time / times['adamw', rank]:.2f}",
-            ]
-        )
+    order = sorted(found.items(), key=lambda item: min(map(_of_first_seed, item[1].values())))
     head = ["method", "loss by seed", "rates of linear layers tried", "best", "other rate", "gradients + state"]
-    return table([*head, "step time"], lines)
+    return table([*head, "peak", "step time"], [_line_of_the_widest(*item) for item in order])
+
+
+def _line_of_the_widest(method: str, rates: dict[tuple[float, float], list[Row]]) -> list[str]:
+    best = min(rates, key=lambda rate: _of_first_seed(rates[rate]))
+    rows = sorted(rates[best], key=lambda row: int(row["seed"]))
+    held = (int(rows[0]["state_bytes"]) + int(rows[0]["gradient_bytes"])) / 1e6
+    return [
+        method,
+        " ".join(f"{float(row['loss_100']):.3f}" for row in rows),
+        ", ".join(_plain(lr * scale) for lr, scale in sorted(rates, key=lambda rate: rate[0] * rate[1])),
+        _plain(best[0] * best[1]),
+        _plain(best[0]),
+        f"{held:.0f} MB",
+        *_peak_and_time(rows[0]),
+    ]
+
+
+def _peak_and_time(row: Row) -> list[str]:
+    """Peak memory of a process that trains like a cell, and the time of its step over AdamW's; empty if not measured.
+
+    Peaks of methods other than compact mode are of r = n/4, as the cells are; their times are of n/8.
+    """
+    values = settings_of(row)
+    name = "grass compact" if "compact" in values else "adamw" if values.get("rank") == "1.0" else row["optimizer"]
+    times = {(timed["method"], timed["rank"]): float(timed["step_ms"]) for timed in read("speed_wide.csv")}
+    peaks = {(of["method"], of["rank"]): f"{of['peak_mb']} MB" for of in read("peak_memory.csv")}
+    rank = values.get("rank", "0.25") if "compact" in values else "0.25"
+    timed_at = rank if "compact" in values else "0.125"
+    time = times.get((name, timed_at))
+    return [peaks.get((name, rank), ""), "" if time is None else f"{time / times['adamw', timed_at]:.2f}"]
 
 
 def _of_first_seed(rows: list[Row]) -> float:
     return next((float(row["loss_100"]) for row in rows if row["seed"] == "0"), math.inf)
-
-
-TIMED = {
-    "AdamW, two rates": ("adamw", "0.125"),
-    "Grass compact, r = q = 1/8 n": ("grass compact", "0.125"),
-    "Grass compact, r = q = 1/16 n": ("grass compact", "0.0625"),
-}
-"""Method and rank in ``speed_wide.csv`` of methods that are not called like their optimizer there."""
 
 
 def method_of_the_widest(row: Row) -> str:
