@@ -180,12 +180,15 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     """
     layers = [module for module in model.modules() if isinstance(module, CompactLayer)]
     for layer in layers:
+        if layer.own_weight().requires_grad:  # unfrozen by its name, after the conversion
+            layer.active.requires_grad_(True)
         layer.freeze()
     frozen = [layer.label for layer in layers if not layer.active.requires_grad]
     if layers and len(frozen) == len(layers):
         raise ValueError(
-            f"The active rows of all {len(layers)} converted layers are frozen (requires_grad=False), as PEFT freezes "
-            "a base model: convert a model or wrap it by PEFT, not both"
+            f"The active rows of all {len(layers)} converted layers are frozen (requires_grad=False): unfreeze layers "
+            "by layer.requires_grad_(True). If PEFT has frozen a base model, convert a model or wrap it by PEFT, not "
+            "both, or train the adapters by torch.optim.AdamW"
         )
     _check_not_shared(model, layers)
     if frozen:

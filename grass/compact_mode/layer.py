@@ -245,8 +245,8 @@ class CompactLayer(ActiveRows):
         """
         if (weight := self._parameters.get("weight")) is None:
             raise RuntimeError(
-                f"The weight of the converted layer {self.label!r} is no longer its parameter: apply weight_norm and "
-                "other parametrizations before grass.compact(), which then leaves the layer at full rank"
+                f"The weight of the converted layer {self.label!r} is no longer its parameter: apply weight_norm, "
+                "pruning and other parametrizations before grass.compact(), which then leaves the layer at full rank"
             )
         return weight
 

@@ -171,7 +171,7 @@ def test_passed_over_with_a_message(make: Callable[[], nn.Module], reason: str, 
     assert type(odd) is cls
     assert [name for name, _ in odd.named_parameters()] == names
     alone = nn.Sequential(odd)
-    with pytest.raises(ValueError, match="can be converted: '0'|computed"):
+    with pytest.raises(ValueError, match=r"can be converted: '0'|computed"):
         grass.compact(alone, rank=2, explore=0)
 
 

@@ -155,6 +155,17 @@ def test_frozen_active_rows_are_refused() -> None:
         GrassAdamW(model)
 
 
+def test_a_layer_that_is_unfrozen_by_its_weight_trains() -> None:
+    """As loops that know no active rows unfreeze it: all is frozen first, then some by their names."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    grass.compact(model, rank=2)
+    model.requires_grad_(False)
+    dict(model.named_parameters())["1.weight"].requires_grad_(True)
+    names = [name for group in GrassAdamW(model).param_groups for name in group["param_names"]]
+    assert names == ["1.active"]
+    assert not model[1].weight.requires_grad
+
+
 def test_some_frozen_active_rows_are_named(caplog) -> None:
     model = Network()
     grass.compact(model, rank=3)

@@ -277,7 +277,7 @@ def test_weight_norm_after_the_conversion() -> None:
     model = Network()
     grass.compact(model, rank=3)
     nn.utils.parametrizations.weight_norm(model.mix)
-    with pytest.raises(RuntimeError, match="'mix' is no longer its parameter: apply weight_norm and other"):
+    with pytest.raises(RuntimeError, match="'mix' is no longer its parameter: apply weight_norm, pruning and other"):
         GrassAdamW(model)
 
 
