@@ -67,22 +67,21 @@ def shares(cell: Row, *, compact: bool, held: float) -> tuple[float, float, floa
 
 
 def width() -> str:
-    """Losses after 270 steps by model, method and the rate of the projected weights."""
-    found: dict[tuple[str, str], dict[float, list[float]]] = {}
-    for row in read("cells.csv"):
+    """Losses after 270 steps by model, method and the rate of the projected weights, of the first seed."""
+    found: dict[tuple[str, str], dict[float, float]] = {}
+    for row in select("cells.csv", "pretrain & 270 & grass & seed=0"):
         values = settings_of(row)
-        fits = row["steps"] == "270" and row["optimizer"] == "grass" and values["lr"] == str(RATE)
-        if fits and "autocast" not in values and values.get("rank") in ("1.0", "0.125"):
+        if values["lr"] == str(RATE) and "autocast" not in values and values.get("rank") in ("1.0", "0.125"):
             rate = RATE * float(values.get("scale", 1))
             name = method_name("grass", row["settings"])
-            found.setdefault((row["model"], name), {}).setdefault(rate, []).append(float(row["loss_100"]))
+            found.setdefault((row["model"], name), {})[rate] = float(row["loss_100"])
     rates = sorted({rate for losses in found.values() for rate in losses}, reverse=True)
     lines = []
     for model, hidden in WIDTHS.items():
         for (of, name), losses in found.items():
             if of == model:
-                best = min(losses, key=lambda rate: fmean(losses[rate]))
-                cells = [f"{fmean(losses[rate]):.3f}" if rate in losses else "" for rate in rates]
+                best = min(losses, key=losses.__getitem__)
+                cells = [f"{losses[rate]:.3f}" if rate in losses else "" for rate in rates]
                 marked = [f"**{c}**" if rate == best else c for rate, c in zip(rates, cells, strict=True)]
                 lines.append([hidden, name, *marked])
     return table(["hidden size", "method", *(f"{rate:.2g}" for rate in rates)], lines)
@@ -91,7 +90,7 @@ def width() -> str:
 def law(steps: str) -> str:
     """Losses in float32 by width, fraction and rate of the projected weights at a horizon: the study ``law``."""
     losses: dict[tuple[int, float], dict[float, list[str]]] = {}
-    for row in read("cells.csv"):
+    for row in sorted(read("cells.csv"), key=lambda row: row["seed"]):
         values = settings_of(row)
         fits = row["steps"] == steps and row["optimizer"] == "grass" and values["lr"] == str(RATE)
         if fits and "autocast" in values and is_of_the_law(values):
@@ -191,14 +190,17 @@ def method_of_the_widest(row: Row) -> str:
 
 
 def starting_rates() -> str:
-    """The best rates of linear layers by width, of AdamW with two rates and of compact mode, and where they lead."""
-    means: dict[tuple[str, float], dict[float, list[float]]] = {}
-    for row in select("cells.csv", "pretrain & 270 & grass"):
+    """The best rates of linear layers by width, of AdamW with two rates and of compact mode, and where they lead.
+
+    Those of the first seed, which ran with all rates: seeds differ by more than neighbouring rates do.
+    """
+    losses: dict[tuple[str, float], dict[float, float]] = {}
+    for row in select("cells.csv", "pretrain & 270 & grass & seed=0"):
         values = settings_of(row)
         if values["lr"] == str(RATE) and is_of_the_law(values) and row["model"] in WIDTHS:
-            of = means.setdefault((row["model"], float(values.get("rank", 0.25))), {})
-            of.setdefault(RATE * float(values.get("scale", 1)), []).append(float(row["loss_100"]))
-    best = {key: min(losses, key=lambda rate: fmean(losses[rate])) for key, losses in means.items()}
+            of = losses.setdefault((row["model"], float(values.get("rank", 0.25))), {})
+            of[RATE * float(values.get("scale", 1))] = float(row["loss_100"])
+    best = {key: min(of, key=of.__getitem__) for key, of in losses.items()}
     lines, last = [], (0, 0.0)
     for model, hidden in WIDTHS.items():
         adam, ours = best[model, 1.0], best[model, 0.125]
