@@ -19,14 +19,11 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import torch
-from run import DIRECTORY
-from speed import CONTESTANTS, UNTIMED, trainer
+from speed import UNTIMED, contestants_parser, trainer
 
 sys.path.append(str(Path(__file__).parents[1]))
 from provenance import write
 
-from grass.command_line import ArgumentParser
-from grass.memory.llama import LLAMA_SHAPES
 from training.run.throughput import peak_memory
 
 COMPACT_RANKS = [0.25, 0.125, 0.0625, 0.03125]
@@ -37,11 +34,7 @@ STEPS = 2
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("--out", type=Path, default=DIRECTORY / "peak_memory.csv")
-    parser.add_argument("--model", choices=LLAMA_SHAPES, default="28m-wide")
-    parser.add_argument("--methods", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="contestants")
-    args = parser.parse_args()
+    args = contestants_parser(__doc__, out="peak_memory.csv", model="28m-wide").parse_args()
     ranks = [(name, rank) for name in args.methods for rank in COMPACT_RANKS if rank == 0.25 or "compact" in name]
     # spawned, so that none inherits what another one's imports or tensors left behind
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:

@@ -51,10 +51,7 @@ UNTIMED = 2
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("--out", type=Path, default=DIRECTORY / "speed.csv")
-    parser.add_argument("--model", choices=LLAMA_SHAPES, default="1m")
-    parser.add_argument("--methods", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="contestants")
+    parser = contestants_parser(__doc__, out="speed.csv", model="1m")
     parser.add_argument("--rank", type=float, default=0.25)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--block", type=int, default=10, help="steps per method and round")
@@ -71,6 +68,15 @@ def main() -> None:
     table.insert(0, "model", args.model)
     write(table.rename_axis("method").reset_index(), args.out, rank=args.rank, rounds=args.rounds, block=args.block)
     print(table.to_string())
+
+
+def contestants_parser(doc: str | None, *, out: str, model: str) -> ArgumentParser:
+    """Flags of a measurement of contestants; ``out`` is the CSV beside the cells and ``model`` the default one."""
+    parser = ArgumentParser(doc)
+    parser.add_argument("--out", type=Path, default=DIRECTORY / out)
+    parser.add_argument("--model", choices=LLAMA_SHAPES, default=model)
+    parser.add_argument("--methods", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="contestants")
+    return parser
 
 
 def trainer(name: str, args: argparse.Namespace, out: Path) -> Trainer:
