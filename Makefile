@@ -3,6 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 NEXT := .venv-next
 
+# the tests start hundreds of processes: none shall compile torch's and its own sources anew
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-slow test-soak test-next lint docs clean
 
 demo: $(VENV)/.demo

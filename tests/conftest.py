@@ -26,6 +26,7 @@ hypothesis.settings.load_profile("repeatable")
 
 # The matrices are tiny: a second thread costs more than it brings, much more where other jobs run beside.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 VOCABULARY = 64
 

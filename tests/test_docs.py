@@ -45,7 +45,7 @@ def test_code_runs_in_several_processes(page, tmp_path):
     last = "dist.destroy_process_group()" if "dist." in blocks[0] else ""
     script.write_text("\n".join([*blocks, last]))
     command = [sys.executable, *SCRIPTS[page], str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

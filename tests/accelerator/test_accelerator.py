@@ -1,6 +1,5 @@
 """Runs the files ``on_*.py`` of this folder, each in a process of its own that has the stand-in accelerator."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +13,20 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FILES = sorted(path.name for path in HERE.glob("on_*.py"))
 NO_TESTS = 5  # pytest's exit status
-ONLY_SLOW = {"on_memory.py"}
+QUICK = ("on_device.py", "on_fuzz.py")
+LONGER = ("on_interrupts.py", "on_ranks.py", "on_training.py")
+ONLY_SOAK = ("on_memory.py",)
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in ONLY_SLOW])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONGER)])
 def test_on_the_stand_in(name: str) -> None:
     _run(name, "not slow")
+
+
+def test_no_file_is_forgotten() -> None:
+    assert sorted((*QUICK, *LONGER, *ONLY_SOAK)) == FILES
 
 
 @pytest.mark.soak
@@ -33,8 +38,5 @@ def test_many_seeds_on_the_stand_in(name: str) -> None:
 def _run(name: str, mark: str) -> None:
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-o", "python_files=on_*.py", "-m", mark]
     command = [sys.executable, "-m", "pytest", *options, str(HERE / name)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT)
     assert done.returncode in (0, NO_TESTS), done.stdout[-8000:] + done.stderr[-4000:]

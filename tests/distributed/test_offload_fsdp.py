@@ -56,6 +56,7 @@ def every_rule(rank: int) -> None:
             assert_same(found[1][0], found[0][0], (rule, layout))
 
 
+@pytest.mark.slow
 def test_equals_the_resident_optimizer() -> None:
     run_world(every_rule, 2)
 

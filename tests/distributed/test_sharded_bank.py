@@ -98,6 +98,7 @@ def test_equals_a_bank_where_a_rank_has_no_share() -> None:
     run_world(compared, 5, (torch.float64, COMPACT_AND_DENSE))
 
 
+@pytest.mark.slow
 def test_equals_a_bank_on_every_rank_and_one_process() -> None:
     ranks = run_world(compared, 2, (torch.float64, RULES), (torch.float32, FLOAT32))
     for rule, *results in zip(RULES, *ranks, strict=False):

@@ -12,7 +12,6 @@ from tests.integrations.runs import MODES, arguments, trainer
 
 
 def main(models: Path, out: Path) -> None:
-    torch.set_num_threads(1)
     for mode in MODES:
         for name in ("whole", "resumed"):
             model = AutoModelForCausalLM.from_pretrained(models / name, attn_implementation="eager")

@@ -18,12 +18,13 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "memory_sharded.py"
 HALF = {"active_dtype": torch.bfloat16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
         pytest.param(["60m", "--layers", "2", "--gpus", "2", "--rank", "64"], id="60m"),
-        pytest.param(["13b", "--layers", "3", "--gpus", "8"], id="13b", marks=pytest.mark.slow),
-        pytest.param(["1b", "--gpus", "4"], id="1b", marks=pytest.mark.slow),
+        pytest.param(["13b", "--layers", "3", "--gpus", "8"], id="13b"),
+        pytest.param(["1b", "--gpus", "4"], id="1b"),
     ],
 )
 def test_plan_equals_what_the_tracker_counts(tmp_path, arguments):

@@ -144,6 +144,7 @@ def test_a_streamed_model_is_not_converted() -> None:
     assert grass.expand(model)
 
 
+@pytest.mark.slow
 @in_own_process
 def test_ddp_around_a_streamed_model() -> None:
     model = Network()

@@ -26,7 +26,6 @@ PARAMETERS = 20
 
 def run(folder: Path, mode: str) -> None:
     """Start or continue a run that writes a checkpoint every few steps, right after ``optimizer.step``."""
-    torch.set_num_threads(1)
     model, optimizer = build(mode, streamed=True, offload="cpu")
     first, losses = 0, list[float]()
     if (saved := folder / "checkpoint.pt").exists():

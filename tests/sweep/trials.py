@@ -24,7 +24,6 @@ GRID = {"lr": [1e-2, 3e-2], "scale": [1.0, 0.5]}
 
 def train(lr: float, scale: float, *, folder: Path, device: str) -> Iterator[tuple[int, float]]:
     """Fit noise with a small converted model, which is kept in the folder after every step."""
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)).to(device)
     grass.compact(model, rank=0.25, targets="all-linear")

@@ -115,10 +115,8 @@ def logged_steps(out: Path) -> list[int]:
 
 
 def _pretrain(arguments: Sequence[str], spoil: Callable[[], None] | None) -> None:
-    import torch
     from tqdm import tqdm
 
-    torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # not its multiprocessing lock, which a killed process leaves behind
     if spoil is not None:
         spoil()

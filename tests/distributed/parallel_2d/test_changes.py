@@ -83,7 +83,8 @@ def _keeps_changes(model: Any) -> None:
     assert not any(weight.full_tensor().any() for weight in weights)
 
 
-@pytest.mark.parametrize("cache_panels", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_panels", [False, True])
 def test_changes_from_outside_are_seen(cache_panels: bool) -> None:
     assert all(run_world(changed, 4, cache_panels))
 

@@ -26,7 +26,8 @@ def elements(rank: int, ranks: int) -> dict[str, dict[str, float]]:
     return {scheme: SCRIPT["third_step"](scheme, ranks, SIZES) for scheme in SCRIPT["SCHEMES"]}
 
 
-@pytest.mark.parametrize("ranks", [4, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 9])
 def test_ranks_receive_what_the_formulas_say(ranks: int) -> None:
     share = SCRIPT["SHARE"]
     for by_collective in run_world(elements, ranks, ranks):
