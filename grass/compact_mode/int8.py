@@ -80,14 +80,25 @@ class Int8Storage(WeightStorage):
 
         Rows with values that are not finite are equal where the codes stand for such values too.
         """
-        steps, rows = self.scale(layer)[layer.chosen].unsqueeze(1 - layer.dim), layer.active
-        close = (self.gather(layer, layer.active_projector()) - rows).abs() <= steps
+        return self._agree(layer, self.gather(layer, layer.active_projector()), layer.active)
+
+    def _agree(self, layer: CompactLayer, decoded: Tensor, rows: Tensor) -> bool:
+        steps = self.scale(layer)[layer.chosen].unsqueeze(1 - layer.dim)
         broken = ~steps.isfinite() & ~rows.isfinite().all(1 - layer.dim, keepdim=True)
-        return bool((close | broken).all())
+        return bool((((decoded - rows).abs() <= steps) | broken).all())
 
     def has_left(self, layer: CompactLayer, probed: list[Tensor]) -> bool:
         """Not known: codes do not hold rows exactly."""
         return False
+
+    def rounds(self, layer: CompactLayer) -> bool:
+        """They are."""
+        return True
+
+    def refined(self, layer: CompactLayer, *held: Tensor) -> Tensor:
+        """The last of ``held`` that agrees with the codes as a whole, else what these stand for."""
+        rows = self.gather(layer, layer.active_projector())
+        return next((each for each in reversed(held) if self._agree(layer, rows, each)), rows)
 
     def decay_(self, layer: CompactLayer, factor: float, key: int | None = None) -> None:
         """``W <- factor W``, exactly: only the scales change."""

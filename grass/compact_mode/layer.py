@@ -41,6 +41,7 @@ from grass.compact_mode.synced_rows import Listener, Stamps, SyncedRows, counted
 from grass.compact_mode.weight_storage import WeightStorage
 from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel, local
 from grass.selection.projector import Projector
+from grass.state.master import current
 from grass.state.schema import State
 
 
@@ -207,10 +208,10 @@ class CompactLayer(ActiveRows):
         """Whether the weight's rows are what the active rows are written back as."""
         return self.storage.holds(self)
 
+    @counted
     def reload_changed(self) -> None:
-        """Copy the weight's rows into the active rows where they differ: these may be more precise."""
-        if not self.holds_active():
-            self.reload()
+        """Copy the weight's rows into the active rows where these differ: :meth:`SyncedRows.take`."""
+        self.synced.take(self)
 
     def unconvert(self) -> None:
         """Write the values, active rows included, into a plain weight."""
@@ -276,6 +277,7 @@ class CompactLayer(ActiveRows):
 
     def before_change(self) -> None:
         """Tell listeners that a step has written the active rows."""
+        self.synced.stepped = True
         for listener in self.listeners:
             listener.before_change(self)
 
@@ -370,7 +372,7 @@ class CompactLayer(ActiveRows):
             )
         self.reload_changed()
         if plain is not None:
-            self.rows().copy_(self.active_projector().gather(plain))
+            self.rows().copy_(current(self.active_projector().gather(plain), self.rows()))
         self.mark_synced()
 
     # sketches of the gradient, for rules that read norms

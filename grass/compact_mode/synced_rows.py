@@ -122,10 +122,11 @@ class SyncedRows:
         agreed: the stamps when weight and active rows were known to agree.
         sharded: whether the weight was a ``DTensor`` when both agreed; of its changes only tensor versions tell.
         empty: the active rows have no values yet: the layer has left the meta device.
+        stepped: whether they have been stepped.
     """
 
     def __init__(self) -> None:
-        self.late = self.sharded = self.empty = False
+        self.late = self.sharded = self.empty = self.stepped = False
         self.agreed: Stamps | None = None
         self._selections = 0  # of the layer when both agreed
         self._looks_next = False  # whether rows were selected then, and the next step is the first to move them
@@ -134,10 +135,12 @@ class SyncedRows:
         self._probes = PROBES
         self._told: set[str] = set()
         self._probed: list[Tensor] | None = None  # the probed rows when both agreed, as long as forwards look
+        self._finer: Tensor | None = None  # active rows before others were taken over, until a step
+        self._taken: Tensor | None = None  # these, until both are known to agree
 
     def __getstate__(self) -> dict[str, Any]:
         """The content of a copy. Steps write its weight at once."""
-        return {**vars(self), "late": False}
+        return {**vars(self), "late": False, "_finer": None}
 
     def weight_stamp(self) -> Stamp | None:
         """The weight's stamp when both were known to agree."""
@@ -201,6 +204,21 @@ class SyncedRows:
         self.empty = self.empty and layer.rows().is_meta
         self._remember(layer)
 
+    def take(self, layer: CompactLayer) -> None:
+        """Give the active rows the weight's values, in their own precision where they still are written back as these.
+
+        Weights that are put in for an evaluation and taken out again, as by ``load_state_dict``, must not round active
+        rows that are more precise. So those of the last step are kept until the next, and return with their weight.
+        """
+        active, finer = layer.rows(), self._finer
+        if self.empty:
+            layer.reload()
+        elif not layer.holds_active():
+            if finer is None and self.stepped and layer.storage.rounds(layer):
+                finer = active.clone()
+            active.copy_(layer.storage.refined(layer, active, *([] if finer is None else [finer])))
+        self._taken = finer
+
     def look_once(self) -> None:
         """Let the next forward look for changes through ``.data``, as when averages are put in to evaluate them."""
         self._once = True
@@ -232,6 +250,7 @@ class SyncedRows:
 
     def _remember(self, layer: CompactLayer) -> None:
         """Keep the probed rows while forwards look for changes through ``.data``."""
+        self._finer, self._taken = self._taken, None
         looks = (self._probes or self._once or looks_always(layer)) and self.agreed is not None and not self.sharded
         self._probed = [row.clone() for row in layer.probed_rows()] if looks else None
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from grass.compact_mode.synced_rows import same_values
 from grass.selection.projector import Projector
+from grass.state.master import current
 from grass.state.precision import shrink_
 
 if TYPE_CHECKING:
@@ -47,7 +48,15 @@ class WeightStorage:
 
     def take_weight(self, layer: CompactLayer) -> None:
         """Take over a weight that was changed from outside."""
-        layer.reload()
+        layer.reload_changed()
+
+    def rounds(self, layer: CompactLayer) -> bool:
+        """Whether the active rows are more precise than the weight."""
+        return layer.active.dtype != layer.weight.dtype
+
+    def refined(self, layer: CompactLayer, *held: Tensor) -> Tensor:
+        """The weight's rows, each value as the last of ``held`` has it that is written back as this value."""
+        return current(self.gather(layer, layer.active_projector()), *held)
 
     def holds(self, layer: CompactLayer, *, probe: bool = False) -> bool:
         """Whether the weight's rows, or those that are probed, are what the active rows are written back as."""

@@ -237,6 +237,7 @@ class LayerCopy(HostCopy):
         source.reload()
         if self._selected is not None:
             source.selected_part(source.rows()).copy_(self._selected)
+        source.synced.stepped = True
         source.norms, source.selections = self.layer.norms, self.layer.selections
         if self.layer.sketch is not None and source.sketch is None:
             signs = self.layer.signs
@@ -370,7 +371,7 @@ def master_of(parameter: Tensor, storage: HostStorage, state: State) -> Tensor:
     values = to_host(local(parameter.detach()))
     master, saved = values.float(), state.get("master")
     if saved is not None:
-        master = current(local(saved), values)
+        master = current(values, local(saved))
     return storage.shard(storage.copy(master), parameter)
 
 

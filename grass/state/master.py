@@ -43,14 +43,17 @@ def begin_master(p: Tensor, state: State) -> None:
         state["master"] = p.detach().to(torch.float32, copy=True)
 
 
-def current(master: Tensor, values: Tensor) -> Tensor:
-    """The master where it still rounds to the parameter's values, and these values where something else changed them.
+def current(values: Tensor, *masters: Tensor) -> Tensor:
+    """Values in the precision of masters: each that a master rounds to is the master's, the last one that does so.
 
     Args:
-        master: float32.
-        values: in half precision, of the same shape.
+        values: in half precision.
+        masters: float32, of the same shape; at least one.
     """
-    return torch.where(master.to(values.dtype) == values, master, values.float())
+    found = values.to(masters[0].dtype)
+    for master in masters:
+        found = torch.where(master.to(values.dtype) == values, master, found)
+    return found
 
 
 def follow_(masters: list[Tensor], every: list[Tensor]) -> None:
@@ -65,5 +68,5 @@ def follow_(masters: list[Tensor], every: list[Tensor]) -> None:
         buckets.setdefault((values.device, values.dtype), []).append((master, values))
     for pairs in buckets.values():
         held, now = (torch.cat([t.flatten() for t in side]) for side in zip(*pairs, strict=True))
-        parts = torch.split(current(held, now), [master.numel() for master, _ in pairs])
+        parts = torch.split(current(now, held), [master.numel() for master, _ in pairs])
         torch._foreach_copy_([m for m, _ in pairs], [t.view(m.shape) for t, (m, _) in zip(parts, pairs, strict=True)])

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import grass
 from grass import AveragedModel, GrassAdamW
 from grass.int8 import plain_state_dict
-from tests.compact_mode.networks import Network, batches, loss_of, plain_copy, train
+from tests.compact_mode.networks import Network, batches, compact_layers, loss_of, plain_copy, train
 from tests.experts.models import Experts, batch
 from tests.experts.models import train as train_experts
 
@@ -114,6 +114,26 @@ def test_trains_on_from_the_average(name: str) -> None:
         torch.testing.assert_close(value.float(), averaged.module.state_dict()[key], rtol=tolerance, atol=tolerance)
     losses = train(model, optimizer, batches(2, dtype=MODELS[name][0]))
     assert all(torch.tensor(losses).isfinite())
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_evaluation_of_the_average_changes_nothing(name: str, offload: str | None) -> None:
+    """The average is put in and taken out again, more than once; active rows may be finer than the weight."""
+    runs = []
+    for evaluates in (False, True):
+        model, optimizer = built(*MODELS[name], offload=offload)
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        for number, step in enumerate(batches(8, dtype=MODELS[name][0])):
+            train(model, optimizer, [step])
+            averaged.update_parameters(model)
+            if evaluates and number % 2:
+                own = copy.deepcopy(model.state_dict())
+                for values in (averaged.module.state_dict(), averaged.module.state_dict(), own, own):
+                    model.load_state_dict(values)
+        finer = {f"{key} active": layer.active.detach() for key, layer in compact_layers(model).items()}
+        runs.append({**plain_state_dict(model), **finer})
+    assert all(torch.equal(a, b) for a, b in zip(*(run.values() for run in runs), strict=True))
 
 
 @pytest.mark.parametrize("use_buffers", [True, False])

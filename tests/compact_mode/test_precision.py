@@ -131,6 +131,28 @@ def test_fine_rows_keep_updates_that_bf16_loses() -> None:
     torch.testing.assert_close(moved[torch.float32], torch.full((4, 4), 3 * 2**-8))  # what 0.01 is on the grid below 1
 
 
+def test_a_weight_changed_by_hand_rounds_no_other_value() -> None:
+    """As by a mask after each step: where the weight is not changed, active rows stay more precise than it."""
+    free, masked = (nn.Linear(8, 8, bias=False, dtype=torch.bfloat16) for _ in range(2))
+    nn.init.ones_(free.weight)
+    mask = torch.ones(8, 8).fill_diagonal_(0)
+    with torch.no_grad():
+        masked.weight.copy_(mask)
+    for layer in (free, masked):
+        grass.compact(layer, rank=4, explore=0, dtype=torch.float32)
+        optimizer = GrassAdamW(layer, lr=1e-4, weight_decay=0.0)
+        for _ in range(40):
+            layer(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if layer is masked:
+                with torch.no_grad():
+                    layer.weight.mul_(mask)
+    masked(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()  # takes up the last change
+    assert (free.active < 0.998).all()
+    assert torch.equal(masked.active, free.active * mask[:, masked.selected])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
     """Step counts, sketches and norms are float32 whatever type new tensors have."""
