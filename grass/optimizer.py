@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from grass.compact_mode.conversion import trainable_parameters
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
-from grass.compact_mode.refresh_cycle import NEW, arm
+from grass.compact_mode.refresh_cycle import NEW, arm, take_over
 from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_seeds
 from grass.compact_mode.synced_rows import looks_always
 from grass.coverage import report_decay, report_rank, report_scale
@@ -271,6 +271,7 @@ class GrassAdamW(Optimizer):
         added = self.param_groups[-1]
         for layer in found:
             layer.owner = Owner(self)
+            take_over(layer, Options.of(added))
             arm(layer, NEW, Options.of(added))
         if added["scale"] == "auto":
             report_scale([auto_scale(layer.shape[layer.dim], *layer.counts()) for layer in found])
@@ -324,6 +325,7 @@ class GrassAdamW(Optimizer):
         for layer in whole.layers.values():
             Owner.check(layer, self)
             layer.follow(probe=looks_always(layer))
+            layer.drop_gradient()
         if self.offload is None or not self.offload.options.masters:
             self._lost.count(self.param_groups, whole.layers)
         self._advance(whole)

@@ -4,6 +4,8 @@ import ast
 import functools
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -419,6 +421,15 @@ def test_around_waits_of_fsdp():
         *calls
     }
     private_names.around_waits_of_fsdp(nn.Linear(2, 2), around)
+
+
+def test_has_compiled():
+    code = "import sys, torch, grass.private_names as names; f = lambda x: x + 1; f(torch.ones(1)); {}; {}"
+    ask = "sys.exit(names.has_compiled())"
+    for compiles in (False, True):
+        call = "torch.compile(f, backend='eager')(torch.ones(1))" if compiles else "import torch._dynamo"
+        run = subprocess.run([sys.executable, "-c", code.format(call, ask)], check=False)
+        assert run.returncode == compiles
 
 
 def test_compiled_modules():

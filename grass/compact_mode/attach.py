@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
-from grass.compact_mode.refresh_cycle import Trained, adopt, advance, arm, check_rows, resume
+from grass.compact_mode.refresh_cycle import Trained, adopt, advance, arm, check_rows, resume, take_over
 from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_seeds
 from grass.compact_mode.synced_rows import looks_always
 from grass.coverage import report_decay
@@ -129,6 +129,7 @@ class Attachment:
         self._report_coupled_decay(optimizer)
         self.states: dict[str, State] = {}
         for name, layer in self.layers.items():
+            take_over(layer, options)
             self.states[name] = adopt(layer, {}, lambda *selections: None)
             arm(layer, self.states[name], options)
             layer.owner = Owner(optimizer)

@@ -112,7 +112,10 @@ class CompactLayer(ActiveRows):
                 "grass.expand(model) first"
             )
         self.sync(probe=torch.is_grad_enabled())
-        if self.scale() is None and not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            for listener in self.listeners:
+                listener.before_forward()
+        elif self.scale() is None:
             plain: Tensor = super().forward(x)
             return plain
         return self.multiply(x)
@@ -314,6 +317,11 @@ class CompactLayer(ActiveRows):
         """Let the weight take no gradient, which it does while :mod:`grass.compact_mode.reads` watches it."""
         if (weight := self._parameters.get("weight")) is not None:
             weight.requires_grad_(False)
+
+    def drop_gradient(self) -> None:
+        """Forget a gradient of the weight, which it has where code has unfrozen it: rows train, it does not."""
+        if (weight := self._parameters.get("weight")) is not None and weight.grad is not None:
+            weight.grad = None
 
     def train(self, mode: bool = True) -> CompactLayer:
         """Also looks for changes through ``.data``, which tensor versions do not show, and once more in a forward."""

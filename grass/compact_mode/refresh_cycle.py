@@ -5,7 +5,8 @@
 3. The optimizer steps the active rows and writes them back.
 4. :func:`advance` chooses new rows if that is due, carries their state over, draws other explored rows, and arms again.
 
-After loading, :func:`resume` returns to the saved rows.
+After loading, :func:`resume` returns to the saved rows. An optimizer that goes on where another ended begins with
+:func:`take_over`.
 """
 
 from __future__ import annotations
@@ -132,6 +133,17 @@ def restart(layer: CompactLayer, options: Options) -> None:
         layer.restore(first[: layer.rank], first[layer.rank :])
     layer.end_sketch()
     arm(layer, NEW, options)
+
+
+def take_over(layer: CompactLayer, options: Options) -> None:
+    """Draw the first rows anew where an optimizer with another seed has stepped the layer before.
+
+    An optimizer that lives shorter than ``update_interval`` would train the rows that the conversion drew, as all
+    before it.
+    """
+    if layer.drawn_by is not None and layer.drawn_by[0] != options.seed:
+        layer.first_draw, layer.first_rows = (options.seed, layer.first_draw[1]), None
+        restart(layer, options)
 
 
 def advance(every: list[Trained], options: Options, ranks: Ranks, carry_of: Callable[[Trained], Carry]) -> list[Tensor]:

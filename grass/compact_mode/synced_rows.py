@@ -59,6 +59,9 @@ class Listener:
     def before_use(self) -> None:
         """The layer is about to read or write its values."""
 
+    def before_forward(self) -> None:
+        """The layer is about to compute, and gradients are wanted."""
+
     def before_saving(self) -> None:
         """They are about to be saved or copied."""
 

@@ -55,6 +55,42 @@ def test_layers_draw_apart() -> None:
     assert len({str(rows) for rows in selections(model)}) == 3
 
 
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("explore", [0, 3])
+def test_optimizers_that_live_shorter_than_an_interval_train_all_columns(explore: int, attached: bool) -> None:
+    """As one for each epoch: those with a seed of their own begin with other columns."""
+    model, plain = Network(), Network()
+    grass.compact(model, rank=3, explore=explore)
+    layers, reached = compact_layers(model), set()
+    for epoch in range(24):
+        before = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+        if attached:
+            optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+            attachment = grass.attach(optimizer, model, seed=epoch)
+        else:
+            optimizer = GrassAdamW(model, lr=1e-2, seed=epoch)
+        assert all(torch.equal(layer.weight, before[name]) for name, layer in layers.items())
+        reached |= set(layers["up"].selected.tolist())
+        losses = train(model, optimizer, batches(3))
+        assert all(torch.tensor(losses).isfinite())
+        if attached:
+            attachment.close()
+    assert reached == set(range(plain.up.in_features))
+    assert not (model.up.weight == plain.up.weight).all(dim=0).any()
+
+
+def test_an_optimizer_that_goes_on_with_the_same_seed_or_a_saved_state_keeps_its_columns() -> None:
+    model, optimizer = converted(update_interval=50)
+    train(model, optimizer, batches(3))
+    chosen, saved = selections(model), copy.deepcopy(optimizer.state_dict())
+    again = GrassAdamW(model, update_interval=50)
+    assert selections(model) == chosen
+    other = GrassAdamW(model, update_interval=50, seed=again.param_groups[0]["seed"] + 1)
+    assert selections(model) != chosen
+    other.load_state_dict(saved)
+    assert selections(model) == chosen
+
+
 @pytest.mark.parametrize("dim", DIMS)
 def test_calibration(dim: int) -> None:
     """The rows whose gradient is largest; ``.grad`` and the weights stay."""
