@@ -26,7 +26,8 @@ class AveragedModel(swa_utils.AveragedModel):
 
     ``module`` is a plain copy of the model, without Grass. :meth:`update_parameters` averages the weights as they are
     after the last step: it decodes 8-bit weights, and waits for steps on the host. Parameters and buffers are paired by
-    name. To train on from the average, or to evaluate the converted model with it, load it::
+    name. To train on from the average, load it; to evaluate the converted model with it, load the model's own
+    ``state_dict`` again afterwards, which gives active columns that are more precise than it their values again::
 
         averaged = grass.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
         for batch in data:

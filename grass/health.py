@@ -103,8 +103,9 @@ class _Place(NamedTuple):
 
 
 def _frozen(model: nn.Module) -> list[_Place]:
-    """The frozen parameters of a model, without the weights of converted layers."""
-    weights = {id(layer.own_weight()) for layer in model.modules() if isinstance(layer, CompactLayer)}
+    """The frozen parameters of a model, without the weights of converted layers whose active rows train."""
+    layers = [layer for layer in model.modules() if isinstance(layer, CompactLayer)]
+    weights = {id(layer.own_weight()) for layer in layers if layer.active.requires_grad}
     return [
         _Place(f"{prefix}.{name}" if prefix else name, weakref.ref(module), name)
         for prefix, module in model.named_modules()

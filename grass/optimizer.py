@@ -271,6 +271,7 @@ class GrassAdamW(Optimizer):
         added = self.param_groups[-1]
         for layer in found:
             layer.owner = Owner(self)
+            layer.take_flag()
             take_over(layer, Options.of(added))
             arm(layer, NEW, Options.of(added))
         if added["scale"] == "auto":

@@ -263,8 +263,8 @@ def has_compiled() -> bool:
 
     For: the search for other readers of a weight, which would have a model compiled again. Without it: no such search.
     """
-    compiler = sys.modules.get("torch._dynamo.utils")
-    return compiler is not None and bool(compiler.counters["frames"]["ok"])
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    return compiler is not None and compiler.FRAME_COUNTER > 0
 
 
 def without_compile(module: Any) -> Any:

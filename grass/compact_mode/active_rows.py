@@ -95,6 +95,11 @@ class ActiveRows(nn.Module):
         rows = self.rows()
         return [rows.narrow(self.dim, i, 1) for i in self.probed()]
 
+    def line(self) -> Tensor:
+        """A line of the weight across all rows that can be selected; a view. Few changes of the weight spare it."""
+        stored, axis = self.stored(), self.weight_axis(1 - self.dim)
+        return stored.select(axis, stored.shape[axis] // 2)
+
     def probed(self) -> list[int]:
         """The places of these two among the active rows: the middle ones, which unlike selections seldom share."""
         selected, explored = self.counts()

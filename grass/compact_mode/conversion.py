@@ -180,9 +180,7 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     """
     layers = [module for module in model.modules() if isinstance(module, CompactLayer)]
     for layer in layers:
-        if layer.own_weight().requires_grad:  # unfrozen by its name, after the conversion
-            layer.active.requires_grad_(True)
-        layer.freeze()
+        layer.take_flag()
     frozen = [layer.label for layer in layers if not layer.active.requires_grad]
     if layers and len(frozen) == len(layers):
         raise ValueError(

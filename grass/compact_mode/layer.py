@@ -113,8 +113,7 @@ class CompactLayer(ActiveRows):
             )
         self.sync(probe=torch.is_grad_enabled())
         if torch.is_grad_enabled():
-            for listener in self.listeners:
-                listener.before_forward()
+            self.before_forward()
         elif self.scale() is None:
             plain: Tensor = super().forward(x)
             return plain
@@ -278,6 +277,12 @@ class CompactLayer(ActiveRows):
         for listener in self.listeners:
             listener.before_use()
 
+    def before_forward(self) -> None:
+        """Tell listeners that a forward with gradients begins."""
+        if not torch.compiler.is_compiling():
+            for listener in self.listeners:
+                listener.before_forward()
+
     def before_change(self) -> None:
         """Tell listeners that a step has written the active rows."""
         self.synced.stepped = True
@@ -317,6 +322,12 @@ class CompactLayer(ActiveRows):
         """Let the weight take no gradient, which it does while :mod:`grass.compact_mode.reads` watches it."""
         if (weight := self._parameters.get("weight")) is not None:
             weight.requires_grad_(False)
+
+    def take_flag(self) -> None:
+        """Unfreeze the active rows if the weight was unfrozen by its name, after the conversion."""
+        if self.own_weight().requires_grad:
+            self.active.requires_grad_(True)
+        self.freeze()
 
     def drop_gradient(self) -> None:
         """Forget a gradient of the weight, which it has where code has unfrozen it: rows train, it does not."""

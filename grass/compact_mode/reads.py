@@ -87,8 +87,9 @@ class _Look(Listener):
 
     def __init__(self, layer: CompactLayer, reads: Reads) -> None:
         self.layer, self.seen = layer, False
-        self._reads, self._hook = weakref.ref(reads), None
-        self._weight: Any = None
+        self._reads = weakref.ref(reads)
+        self._weight: nn.Parameter | None = None
+        self._hook: Any = None
         layer.listeners = (*layer.listeners, self)
 
     def before_forward(self) -> None:
@@ -96,8 +97,9 @@ class _Look(Listener):
         if self._reads() is None:
             self.end()
         elif self._weight is None:
-            self._weight = _weight_of(self.layer).requires_grad_(True)
-            self._hook = self._weight.register_post_accumulate_grad_hook(self._note)
+            self._weight = _weight_of(self.layer)
+            self._weight.requires_grad_(True)
+            self._hook = self._weight.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Freeze the weight again, if it still is the layer's."""

@@ -138,6 +138,7 @@ class SyncedRows:
         self._probes = PROBES
         self._told: set[str] = set()
         self._probed: list[Tensor] | None = None  # the probed rows when both agreed, as long as forwards look
+        self._line: Tensor | None = None  # a line of the weight then
         self._finer: Tensor | None = None  # active rows before others were taken over, until a step
         self._taken: Tensor | None = None  # these, until both are known to agree
 
@@ -233,8 +234,14 @@ class SyncedRows:
         if now != self.agreed:
             return False
         self._probes = ALWAYS
-        if (then := self._probed) is not None and (
-            all(map(same_values, then, layer.probed_rows())) or layer.storage.has_left(layer, then)
+        if (
+            (then := self._probed) is not None
+            and self._line is not None
+            and (
+                all(map(same_values, then, layer.probed_rows()))
+                or layer.storage.has_left(layer, then)
+                or not torch.equal(self._line, layer.line())
+            )
         ):
             self._tell("Grass: the weight of %r was changed through .data; its active rows follow", layer.label)
             return True
@@ -256,6 +263,7 @@ class SyncedRows:
         self._finer, self._taken = self._taken, None
         looks = (self._probes or self._once or looks_always(layer)) and self.agreed is not None and not self.sharded
         self._probed = [row.clone() for row in layer.probed_rows()] if looks else None
+        self._line = layer.line().clone() if looks else None
 
     def _write_pending(self, layer: CompactLayer) -> None:
         """Write the active rows into the weight, unless it was changed since they were stepped.
@@ -268,6 +276,7 @@ class SyncedRows:
         if self.agreed is not None and now[1] == self.agreed[1]:
             layer.write_back()
             self.agreed = layer.stamps()
+            self._remember(layer)
         self._pending = False
 
     def _changed_unseen(self, layer: CompactLayer, probe: bool) -> bool:

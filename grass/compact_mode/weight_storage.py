@@ -52,7 +52,7 @@ class WeightStorage:
 
     def rounds(self, layer: CompactLayer) -> bool:
         """Whether the active rows are more precise than the weight."""
-        return layer.active.dtype != layer.weight.dtype
+        return bool(layer.active.dtype != layer.weight.dtype)
 
     def refined(self, layer: CompactLayer, *held: Tensor) -> Tensor:
         """The weight's rows, each value as the last of ``held`` has it that is written back as this value."""

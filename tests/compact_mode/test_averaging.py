@@ -226,6 +226,22 @@ def test_torchs_own_class_refuses_codes(read: Any) -> None:
     loss_of(model, batches(1)[0])  # the model itself has not changed
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "int8"])
+def test_a_target_network_is_copied_through_data(name: str) -> None:
+    """Parameter by parameter, as in Q-learning: other columns are active there, and the weight is what counts."""
+    dtype = MODELS[name][0]
+    model, optimizer = built(*MODELS[name])
+    target = copy.deepcopy(model)
+    for step in batches(40, dtype=dtype):
+        loss_of(target, step)
+        train(model, optimizer, [step])
+        for p, q in zip(target.parameters(), model.parameters(), strict=True):
+            p.data.copy_(q.data)
+        loss_of(target, step)
+        values = [plain_state_dict(each).values() for each in (target, model)]
+        assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
+
+
 def test_averages_put_in_through_data_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """As ``EMAModel`` of diffusers does: averages by parameter where it trains, and all written through ``.data``."""
     model, optimizer = built(*MODELS["float32"])

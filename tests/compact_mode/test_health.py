@@ -166,6 +166,29 @@ def test_a_layer_that_is_unfrozen_by_its_weight_trains() -> None:
     assert not model[1].weight.requires_grad
 
 
+def test_a_layer_that_is_unfrozen_by_its_weight_while_others_train(caplog) -> None:
+    """A warning names it, and what it says to do works."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    grass.compact(model, rank=2)
+    model[0].requires_grad_(False)
+    optimizer, before = GrassAdamW(model), model[0].weight.detach().clone()
+    train_on_ones(model, optimizer)
+    model[0].weight.requires_grad_(True)
+    train_on_ones(model, optimizer)
+    assert "have been unfrozen and do not train" in messages(caplog)
+    assert messages(caplog).endswith("'0.weight'")
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    train_on_ones(model, optimizer)
+    assert not torch.equal(model[0].weight, before)
+
+
+def train_on_ones(model: nn.Module, optimizer: GrassAdamW) -> None:
+    for _ in range(3):
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_some_frozen_active_rows_are_named(caplog) -> None:
     model = Network()
     grass.compact(model, rank=3)

@@ -143,6 +143,10 @@ class Penalised(Called):
         return self(x) + sum(p.square().sum() for p in self.parameters())
 
 
+def checkpointed(call: Any, reentrant: bool) -> Any:
+    return lambda x: torch.utils.checkpoint.checkpoint(call, x.requires_grad_(reentrant), use_reentrant=reentrant)
+
+
 def decoded(model: Any) -> Any:
     return getattr(model, "decoded", model)
 
@@ -170,10 +174,7 @@ def test_weights_that_are_read_beside_the_call_are_named_once(cls: Any, names: s
             (attachment or optimizer)._reads.watch = lambda layers, stepped: None
         called = decoded(model)
         if under in ("checkpoint", "reentrant"):
-            inner, reentrant = called, under == "reentrant"
-            called = lambda x: torch.utils.checkpoint.checkpoint(  # noqa: E731
-                inner, x.requires_grad_(reentrant), use_reentrant=reentrant
-            )
+            called = checkpointed(called, under == "reentrant")
         caplog.clear()
         train(called, optimizer, 4)
         told = [record.getMessage() for record in caplog.records if "other code computes" in record.getMessage()]
