@@ -46,7 +46,7 @@ class LostUpdates:
     """Warns once of each large half-precision parameter that hardly moves; of active rows, the selected ones count.
 
     Small ones have a float32 master; those that are rounded stochastically move on average. Weights of dense mode are
-    not looked at. The device is waited for once in :data:`PERIOD` steps.
+    looked at if all their rows move. The device is waited for once in :data:`PERIOD` steps.
 
     Attributes:
         noting: whether a measurement begins in this step.
@@ -74,7 +74,7 @@ class LostUpdates:
         if p.grad is None or not is_half(p.dtype) or group["stochastic_rounding"]:
             return
         layer = layers.get(id(p))
-        if layer is None and (keeps_master(p) or is_projected(p, group)):
+        if layer is None and (_rests_in_part(group) if is_projected(p, group) else keeps_master(p)):
             return
         if id(p) in self._warned or not float(group["lr"]):
             return
@@ -111,6 +111,12 @@ def _every(groups: Groups) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
         names, position = parameter_names(group, position), position + len(group["params"])
         for name, p in zip(names, group["params"], strict=True):
             yield repr(name), group, p
+
+
+def _rests_in_part(group: dict[str, Any]) -> bool:
+    """Whether some rows of a group's weights in dense mode do not move in a step."""
+    explore = 1.0 if group["explore"] is None and not group["replacement"] else group["explore"]
+    return not (isinstance(explore, float) and explore >= 1.0)
 
 
 def _sample(tensor: Tensor, layer: CompactLayer | None) -> Tensor:

@@ -45,6 +45,25 @@ def test_active_rows_too(caplog: pytest.LogCaptureFixture) -> None:
     assert not warned(stochastic_rounding=True)
 
 
+def test_weights_of_dense_mode_if_all_rows_move(caplog: pytest.LogCaptureFixture) -> None:
+    def warned(dtype: torch.dtype = torch.bfloat16, **options: Any) -> bool:
+        caplog.clear()
+        model = nn.Sequential(nn.Linear(128, 1024, bias=False, dtype=dtype))
+        nn.init.ones_(model[0].weight)
+        groups = grass.param_groups(model, rank=0.25, targets="all-linear")
+        optimizer = GrassAdamW(groups, **{"lr": 2e-5, **options})
+        for _ in range(2 * PERIOD + 1):
+            model(torch.ones(2, 128, dtype=dtype)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return "'0.weight' (100% of the elements with a gradient)" in caplog.text
+
+    assert warned()
+    assert warned(explore=1.0)
+    for silent in ({"dtype": torch.float32}, {"stochastic_rounding": True}, {"explore": 0}, {"lr": 1e-2}):
+        assert not warned(**silent)
+
+
 def trained(
     dtype: torch.dtype = torch.bfloat16, lr: float = 1e-3, value: float = 1.0, in_backward: bool = False, **options: Any
 ) -> Tables:

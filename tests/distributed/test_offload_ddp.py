@@ -64,6 +64,7 @@ def assert_alike(ranks: list[list[dict[str, Tensor]]]) -> None:
             assert torch.equal(theirs[name], value), name
 
 
+@pytest.mark.slow
 def test_equals_the_resident_optimizer() -> None:
     assert_alike(run_world(compared, 2, [{**rule, "micro": micro} for rule in RULES for micro in (1, 2)]))
 

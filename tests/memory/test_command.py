@@ -24,12 +24,17 @@ CONFIGURATIONS = {
 SHOWN = ["--model", "13b", "--rank", "192", "--seq", "2048", "--batch", "1", "--gpu", "40GB"]
 
 
+TABLES = {}
+
+
 def table(capsys, *arguments):
-    """Rows of the printed table by their labels: the columns of :data:`SOME` methods."""
-    main(arguments)
-    lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
-    columns = [1 + list(METHODS).index(method) for method in SOME]
-    return {line[0]: [line[i] for i in columns] for line in lines if len(line) == len(METHODS) + 1}
+    """Rows of the printed table by their labels: the columns of :data:`SOME` methods. Equal calls are made once."""
+    if arguments not in TABLES:
+        main(arguments)
+        lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+        columns = [1 + list(METHODS).index(method) for method in SOME]
+        TABLES[arguments] = {line[0]: [line[i] for i in columns] for line in lines if len(line) == len(METHODS) + 1}
+    return TABLES[arguments]
 
 
 def test_the_commands_own_example(capsys):

@@ -104,7 +104,8 @@ def converted_again(rank: int, cache_panels: bool) -> tuple[list[Tensor], dict[s
     return chosen, gradients
 
 
-@pytest.mark.parametrize("cache_panels", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_panels", [False, True])
 def test_converting_again(cache_panels: bool) -> None:
     plain = decoder()
     plain_loss(plain, ids(0)).backward()
