@@ -23,6 +23,7 @@ KEYS = {
     "bytes-loss": ("cells.csv: @bytes-8bit & 2150: mean loss_100", ".3f"),
     "bytes-float32-loss": ("cells.csv: @bytes-float32 & 2150: mean loss_100", ".3f"),
     "long-loss-adamw-two-rates": ("cells.csv: @two-rates & 2150: mean loss_100", ".3f"),
+    "long-loss-quarter-best": ("cells.csv: @float32-compact-4 & 2150: mean loss_100", ".3f"),
     "long-loss-adamw-best": ("cells.csv: @float32-two-rates & 2150: mean loss_100", ".3f"),
     "long-loss-adamw": ("cells.csv: @adamw & 2150: mean loss_100", ".3f"),
 }

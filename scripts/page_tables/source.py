@@ -21,6 +21,8 @@ ALIASES = {
     "selection=top_r dim=auto state_policy=reset explore=0",
     "@float32-two-rates": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 rank=1.0 update_interval=1000000 "
     "scale=0.125 selection=top_r dim=auto state_policy=reset explore=0 autocast=False",
+    "@float32-compact-4": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 scale=0.125 explore=0.25 compact=True "
+    "autocast=False",
     "@dense": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 scale=0.25",
     "@compact-4": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 scale=0.25 explore=0.25 compact=True",
     "@compact-8": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 rank=0.125 scale=0.25 explore=0.125 compact=True",
