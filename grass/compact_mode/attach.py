@@ -182,6 +182,7 @@ class Attachment:
         self._agreement.check(ranks, self._settings(), self._selected)
         for layer, _, position, _ in self._trained():
             layer.follow(probe=looks_always(layer))
+            layer.drop_gradient()
             if layer.reach:
                 self._before[position] = layer.rows().clone()
 

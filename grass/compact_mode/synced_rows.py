@@ -240,7 +240,7 @@ class SyncedRows:
             and (
                 all(map(same_values, then, layer.probed_rows()))
                 or layer.storage.has_left(layer, then)
-                or not torch.equal(self._line, layer.line())
+                or not same_values(self._line, layer.line())
             )
         ):
             self._tell("Grass: the weight of %r was changed through .data; its active rows follow", layer.label)

@@ -188,14 +188,17 @@ def test_weights_that_are_read_beside_the_call_are_named_once(cls: Any, names: s
     assert all(torch.equal(a, b) for a, b in zip(*(run.values() for run in runs), strict=True))
 
 
-def test_unfrozen_weights_do_not_train_by_a_penalty() -> None:
+@pytest.mark.parametrize("attached", [False, True])
+def test_unfrozen_weights_do_not_train_by_a_penalty(attached: bool) -> None:
     """As by a loop that freezes and unfreezes all parameters, and gives all of them to the optimizer."""
     runs = []
     for penalty in (0.0, 1e-3):
         torch.manual_seed(0)
         model = Called()
         grass.compact(model, rank=2, targets=["proj", "up"])
-        optimizer = GrassAdamW(model.parameters(), weight_decay=0.0)
+        cls: Any = torch.optim.AdamW if attached else GrassAdamW
+        optimizer = cls(model.parameters(), weight_decay=0.0)
+        attachment = grass.attach(optimizer, model) if attached else None
         for _ in range(4):
             model.requires_grad_(False).requires_grad_(True)
             weights = model.proj.weight.square().sum() + model.up.weight.square().sum()
@@ -203,6 +206,7 @@ def test_unfrozen_weights_do_not_train_by_a_penalty() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert model.proj.weight not in optimizer.state
+        assert (attachment is not None) == attached
         runs.append(model)
     assert_same_weights(*runs)
 

@@ -65,6 +65,12 @@ class Run(Loop):
         for name in _named(what):
             self.of(name).load_state_dict(self.of(name).state_dict())
 
+    def put_in(self, scale: float) -> None:
+        """Load other values, as to evaluate with them, and the own ones again."""
+        own = copy.deepcopy(self.model.state_dict())
+        self.model.load_state_dict({k: v * scale if v.is_floating_point() else v for k, v in own.items()})
+        self.model.load_state_dict(own)
+
     def write(self, number: int, how: str) -> None:
         self.finish()
         every = [p for p in self.model.parameters() if p.is_floating_point()]

@@ -118,6 +118,7 @@ ACTIONS = [
     action("save", file=BOOLS),
     action("load", what=WHATS, crosswise=BOOLS),
     action("load_own", what=WHATS),
+    action("put_in", scale=st.sampled_from([0.0, 1.001])),
     action("write", number=NUMBERS, how=st.sampled_from(sorted(WRITES))),
     action("set_option", key=st.just("lr"), value=st.sampled_from([1e-3, 1e-2, 0.0])),
     action("set_option", key=st.just("weight_decay"), value=st.sampled_from([0.0, 0.1])),
