@@ -24,6 +24,8 @@ SAMPLE = 4096
 """Elements of a parameter that are compared, about."""
 MOST = 0.5
 """Share of these elements that must not have changed for a warning."""
+LEAST_RATE = 0.2
+"""Share of the highest learning rate so far below which nothing is measured: a schedule that ends at 0 loses updates."""
 
 Groups = list[dict[str, Any]]
 
@@ -54,9 +56,11 @@ class LostUpdates:
 
     def __init__(self) -> None:
         self.noting = False
+        self._low: list[int] = []  # groups whose rate is low now
         self._steps = 0
         self._before: dict[Tensor, _Before] = {}
         self._warned: set[int] = set()
+        self._highest: dict[int, float] = {}  # learning rate of each group, by its place
 
     def count(self, groups: Groups, layers: Mapping[int, CompactLayer]) -> None:
         """Count a step; compare if a measurement ends with it. All weights must be up to date."""
@@ -66,8 +70,13 @@ class LostUpdates:
         if phase == 0 and self._before:
             self._compare(groups, layers)
         if self.noting:
+            self._low = [id(group) for number, group in enumerate(groups) if self._is_low(number, float(group["lr"]))]
             for _, group, p in _every(groups):
                 self.note(p, group, layers)
+
+    def _is_low(self, number: int, lr: float) -> bool:
+        self._highest[number] = max(lr, self._highest.get(number, 0.0))
+        return lr < LEAST_RATE * self._highest[number]
 
     def note(self, p: Tensor, group: dict[str, Any], layers: Mapping[int, CompactLayer]) -> None:
         """Begin to measure a parameter that is about to be stepped, if it can lose updates."""
@@ -76,7 +85,7 @@ class LostUpdates:
         layer = layers.get(id(p))
         if layer is None and (_rests_in_part(group) if is_projected(p, group) else keeps_master(p)):
             return
-        if id(p) in self._warned or not float(group["lr"]):
+        if id(p) in self._warned or id(group) in self._low or not float(group["lr"]):
             return
         selections = 0 if layer is None else layer.selections
         self._before[p] = _Before(_sample(p, layer).clone(), _sample(p.grad, layer) != 0, selections)

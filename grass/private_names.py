@@ -7,7 +7,6 @@ one or gives it another meaning, or where another file uses a private name that 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -256,15 +255,6 @@ def is_compiled(module: nn.Module) -> bool:
 def has_compiled_call(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called. See :func:`is_compiled`."""
     return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def has_compiled() -> bool:
-    """Whether ``torch.compile`` has compiled anything in this process.
-
-    For: the search for other readers of a weight, which would have a model compiled again. Without it: no such search.
-    """
-    compiler = sys.modules.get("torch._dynamo.convert_frame")
-    return compiler is not None and compiler.FRAME_COUNTER > 0
 
 
 def without_compile(module: Any) -> Any:

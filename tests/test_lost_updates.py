@@ -64,6 +64,18 @@ def test_weights_of_dense_mode_if_all_rows_move(caplog: pytest.LogCaptureFixture
         assert not warned(**silent)
 
 
+def test_silent_at_the_end_of_a_schedule(caplog: pytest.LogCaptureFixture) -> None:
+    model = Tables(torch.bfloat16, 0.01)
+    optimizer = GrassAdamW(model.named_parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (2 * PERIOD))
+    for _ in range(2 * PERIOD):
+        (model.embed.float().sum() + model.norm.float().sum()).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    assert not caplog.records
+
+
 def trained(
     dtype: torch.dtype = torch.bfloat16, lr: float = 1e-3, value: float = 1.0, in_backward: bool = False, **options: Any
 ) -> Tables:

@@ -15,8 +15,7 @@ what                       does                                         with
                                                                         its state is saved
 ``Attachment``             trains layers by any ``torch.optim``         ``Trained``: a layer in the cycle of refreshes;
                            optimizer                                    ``Owner``: who trains it; ``Reads`` of its
-                                                                        weight by others, ``_Look``: for those of a
-                                                                        weight whose layer is called
+                                                                        weight by others
 =========================  ===========================================  =============================================
 
 The folder is not called ``compact`` because ``grass.compact`` is a function.

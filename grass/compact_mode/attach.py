@@ -137,6 +137,7 @@ class Attachment:
         self._agreement = Agreement()
         self._before: dict[int, Tensor] = {}
         self._reads = Reads()
+        self._count = sum(len(group["params"]) for group in optimizer.param_groups)
         before, after = (
             torch.compiler.disable(hook, reason="data decides the rows")  # type: ignore[no-untyped-call]
             for hook in (self._before_step, self._after_step)
@@ -172,6 +173,7 @@ class Attachment:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._check_added(optimizer)
         self._reads.check()
         if not any(state["step"] for state in self.states.values()):
             self._report_lost_state()
@@ -185,6 +187,18 @@ class Attachment:
             layer.drop_gradient()
             if layer.reach:
                 self._before[position] = layer.rows().clone()
+
+    def _check_added(self, optimizer: Optimizer) -> None:
+        """Refuse active rows that the optimizer has got since, which would be neither written back nor refreshed."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if count != self._count:
+            held = layers_of(p for group in optimizer.param_groups for p in group["params"])
+            if added := [layer.label for layer in held if all(layer is not own for own in self.layers.values())]:
+                raise RuntimeError(
+                    f"The optimizer has got active rows of {', '.join(map(repr, added))} since grass.attach(): call "
+                    "attachment.close(), unfreeze layers by layer.requires_grad_(True), and call grass.attach() again"
+                )
+            self._count = count
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

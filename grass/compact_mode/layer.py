@@ -112,9 +112,7 @@ class CompactLayer(ActiveRows):
                 "grass.expand(model) first"
             )
         self.sync(probe=torch.is_grad_enabled())
-        if torch.is_grad_enabled():
-            self.before_forward()
-        elif self.scale() is None:
+        if self.scale() is None and not torch.is_grad_enabled():
             plain: Tensor = super().forward(x)
             return plain
         return self.multiply(x)
@@ -277,15 +275,8 @@ class CompactLayer(ActiveRows):
         for listener in self.listeners:
             listener.before_use()
 
-    def before_forward(self) -> None:
-        """Tell listeners that a forward with gradients begins."""
-        if not torch.compiler.is_compiling():
-            for listener in self.listeners:
-                listener.before_forward()
-
     def before_change(self) -> None:
         """Tell listeners that a step has written the active rows."""
-        self.synced.stepped = True
         for listener in self.listeners:
             listener.before_change(self)
 

@@ -120,6 +120,8 @@ def reserve_rows(state: State, layer: CompactLayer) -> None:
 def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Options, index: int) -> None:
     """Return a layer to the rows of a loaded state; ``values`` as in :meth:`CompactLayer.restore`."""
     key = options.seed, layer.place(index), state["step"]
+    if not state["step"] and not torch.equal(layer.draw_first()[: layer.rank], state["indices"].cpu()):
+        layer.first_draw, layer.first_rows = (options.seed, layer.first_draw[1]), None  # as take_over() did
     explored = _drawn(layer, state, key) if _draws_again(layer, state) else layer.draw_first()[layer.rank :]
     layer.restore(state["indices"], explored, values)
     reserve_rows(state, layer)
@@ -129,7 +131,7 @@ def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Op
 def restart(layer: CompactLayer, options: Options) -> None:
     """Return a layer to the rows that its conversion drew: a state from before its first step is empty."""
     first = layer.draw_first().to(layer.chosen.device)
-    if not torch.equal(first, layer.chosen):
+    if layer.synced.stepped or not torch.equal(first, layer.chosen):
         layer.restore(first[: layer.rank], first[layer.rank :])
     layer.end_sketch()
     arm(layer, NEW, options)
@@ -159,6 +161,7 @@ def advance(every: list[Trained], options: Options, ranks: Ranks, carry_of: Call
         The selected rows of each layer that chose rows, which all ranks have chosen alike.
     """
     for item in every:
+        item.layer.synced.note_step()
         item.layer.before_change()
     due = [item for item in every if refresh_due(item.state, options)]
     norms = _norms_for(due, options, ranks)

@@ -59,9 +59,6 @@ class Listener:
     def before_use(self) -> None:
         """The layer is about to read or write its values."""
 
-    def before_forward(self) -> None:
-        """The layer is about to compute, and gradients are wanted."""
-
     def before_saving(self) -> None:
         """They are about to be saved or copied."""
 
@@ -125,7 +122,7 @@ class SyncedRows:
         agreed: the stamps when weight and active rows were known to agree.
         sharded: whether the weight was a ``DTensor`` when both agreed; of its changes only tensor versions tell.
         empty: the active rows have no values yet: the layer has left the meta device.
-        stepped: whether they have been stepped.
+        stepped: whether an optimizer has stepped them.
     """
 
     def __init__(self) -> None:
@@ -139,8 +136,7 @@ class SyncedRows:
         self._told: set[str] = set()
         self._probed: list[Tensor] | None = None  # the probed rows when both agreed, as long as forwards look
         self._line: Tensor | None = None  # a line of the weight then
-        self._finer: Tensor | None = None  # active rows before others were taken over, until a step
-        self._taken: Tensor | None = None  # these, until both are known to agree
+        self._finer: Tensor | None = None  # the active rows of the last step, if others were taken over since
 
     def __getstate__(self) -> dict[str, Any]:
         """The content of a copy. Steps write its weight at once."""
@@ -182,6 +178,7 @@ class SyncedRows:
                 layer.storage.take_weight(layer)
             else:
                 layer.write_back()
+                self._finer = None
         self.agreed = layer.stamps()
         self._remember(layer)
 
@@ -214,14 +211,17 @@ class SyncedRows:
         Weights that are put in for an evaluation and taken out again, as by ``load_state_dict``, must not round active
         rows that are more precise. So those of the last step are kept until the next, and return with their weight.
         """
-        active, finer = layer.rows(), self._finer
         if self.empty:
             layer.reload()
         elif not layer.holds_active():
-            if finer is None and self.stepped and layer.storage.rounds(layer):
-                finer = active.clone()
-            active.copy_(layer.storage.refined(layer, active, *([] if finer is None else [finer])))
-        self._taken = finer
+            active = layer.rows()
+            if self._finer is None and self.stepped and layer.storage.rounds(layer):
+                self._finer = active.clone()
+            active.copy_(layer.storage.refined(layer, active, *([] if self._finer is None else [self._finer])))
+
+    def note_step(self) -> None:
+        """The active rows have been stepped."""
+        self.stepped, self._finer = True, None
 
     def look_once(self) -> None:
         """Let the next forward look for changes through ``.data``, as when averages are put in to evaluate them."""
@@ -260,7 +260,6 @@ class SyncedRows:
 
     def _remember(self, layer: CompactLayer) -> None:
         """Keep the probed rows while forwards look for changes through ``.data``."""
-        self._finer, self._taken = self._taken, None
         looks = (self._probes or self._once or looks_always(layer)) and self.agreed is not None and not self.sharded
         self._probed = [row.clone() for row in layer.probed_rows()] if looks else None
         self._line = layer.line().clone() if looks else None

@@ -237,7 +237,7 @@ class LayerCopy(HostCopy):
         source.reload()
         if self._selected is not None:
             source.selected_part(source.rows()).copy_(self._selected)
-        source.synced.stepped = True
+        source.synced.note_step()
         source.norms, source.selections = self.layer.norms, self.layer.selections
         if self.layer.sketch is not None and source.sketch is None:
             signs = self.layer.signs

@@ -162,6 +162,50 @@ def test_state_of_other_layers() -> None:
         attachment.load_state_dict(state)
 
 
+@pytest.mark.parametrize("by_weight", [False, True])
+def test_a_layer_that_the_optimizer_gets_later_is_refused(by_weight: bool) -> None:
+    model = Network()
+    grass.compact(model, rank=3)
+    model.up.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    attachment = grass.attach(optimizer, model)
+    train(model, optimizer, batches(2))
+    (model.up.weight if by_weight else model.up).requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.up.parameters())})
+    with pytest.raises(RuntimeError, match="has got active rows of 'up' since"):
+        train(model, optimizer, batches(1))
+    attachment.close()
+    model.up.requires_grad_(True)
+    grass.attach(optimizer, model)
+    before = model.up.weight.detach().clone()
+    train(model, optimizer, batches(1))
+    assert not torch.equal(model.up.weight, before)
+
+
+def test_a_second_attachment_resumes_from_before_its_first_step() -> None:
+    """Its columns were drawn by its own seed, and a resumed run draws the same."""
+
+    def begun(state: dict | None = None) -> tuple[Network, torch.optim.Optimizer, Attachment]:
+        model = Network()
+        grass.compact(model, rank=3, explore=3)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        if state is None:
+            attachment = grass.attach(optimizer, model, update_interval=2)
+            train(model, optimizer, batches(3))
+            attachment.close()
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        return model, optimizer, grass.attach(optimizer, model, update_interval=2, seed=7)
+
+    model, optimizer, attachment = begun()
+    state = copy.deepcopy({"model": model.state_dict(), "attachment": attachment.state_dict()})
+    again, other, resumed = begun(state)
+    again.load_state_dict(state["model"])
+    resumed.load_state_dict(state["attachment"])
+    for one, two in ((model, optimizer), (again, other)):
+        train(one, two, batches(5))
+    assert_same_weights(model, again)
+
+
 def test_detach() -> None:
     """Afterwards the optimizer would no longer reach the weights, so it is refused; it may be attached anew."""
     model, optimizer, attachment = attached(OPTIMIZERS["AdamW"])

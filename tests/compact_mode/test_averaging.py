@@ -131,6 +131,9 @@ def test_an_evaluation_of_the_average_changes_nothing(name: str, offload: str | 
                 own = copy.deepcopy(model.state_dict())
                 for values in (averaged.module.state_dict(), averaged.module.state_dict(), own, own):
                     model.load_state_dict(values)
+                    model.train(values is own)
+                    with torch.no_grad():
+                        loss_of(model, step)
         finer = {f"{key} active": layer.active.detach() for key, layer in compact_layers(model).items()}
         runs.append({**plain_state_dict(model), **finer})
     assert all(torch.equal(a, b) for a, b in zip(*(run.values() for run in runs), strict=True))

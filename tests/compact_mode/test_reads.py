@@ -122,72 +122,6 @@ class Called(Reader):
         return self.proj(x)
 
 
-class Tied(Called):
-    """Called, and read by another method than forward, as by a decoder that is tied by hand."""
-
-    def decoded(self, x: Tensor) -> Tensor:
-        return F.linear(self(x), getattr(self.proj, "weight").t())  # noqa: B009
-
-
-class Indexed(Reader):
-    """Called, and read in a list."""
-
-    def read(self, x: Tensor) -> Tensor:
-        return F.linear(self.items[0](self.proj(x)), self.items[0].weight.t())
-
-
-class Penalised(Called):
-    """Called, with a penalty on all parameters."""
-
-    def decoded(self, x: Tensor) -> Tensor:
-        return self(x) + sum(p.square().sum() for p in self.parameters())
-
-
-def checkpointed(call: Any, reentrant: bool) -> Any:
-    return lambda x: torch.utils.checkpoint.checkpoint(call, x.requires_grad_(reentrant), use_reentrant=reentrant)
-
-
-def decoded(model: Any) -> Any:
-    return getattr(model, "decoded", model)
-
-
-@pytest.mark.parametrize(
-    ("cls", "names"), [(Tied, "'proj'"), (Indexed, "'items.0'"), (Penalised, "'proj', 'up'"), (Called, None)]
-)
-@pytest.mark.parametrize("under", ["grass", "attach", "checkpoint", "reentrant"])
-def test_weights_that_are_read_beside_the_call_are_named_once(cls: Any, names: str | None, under: str, caplog) -> None:
-    """And training is the same as without the search."""
-    runs = []
-    for searches in (True, False):
-        model = cls()
-        grass.compact(model, rank=2, targets=["proj", "up", "items.0"])
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-        attachment = None
-        if under == "attach":
-            optimizer: Any = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-            attachment = grass.attach(optimizer, model)
-        else:
-            optimizer = GrassAdamW(model)
-        if not searches:
-            (attachment or optimizer)._reads.watch = lambda layers, stepped: None
-        called = decoded(model)
-        if under in ("checkpoint", "reentrant"):
-            called = checkpointed(called, under == "reentrant")
-        caplog.clear()
-        train(called, optimizer, 4)
-        told = [record.getMessage() for record in caplog.records if "other code computes" in record.getMessage()]
-        assert len(told) == (searches and names is not None)
-        assert all(f"in a penalty on weights: {names}." in line for line in told)
-        for layer in (model.proj, model.up):
-            assert layer.weight.grad is None
-            assert not layer.weight.requires_grad
-            assert not layer.listeners
-        runs.append({name: value.clone() for name, value in model.state_dict().items()})
-    assert all(torch.equal(a, b) for a, b in zip(*(run.values() for run in runs), strict=True))
-
-
 @pytest.mark.parametrize("attached", [False, True])
 def test_unfrozen_weights_do_not_train_by_a_penalty(attached: bool) -> None:
     """As by a loop that freezes and unfreezes all parameters, and gives all of them to the optimizer."""
@@ -209,29 +143,6 @@ def test_unfrozen_weights_do_not_train_by_a_penalty(attached: bool) -> None:
         assert (attachment is not None) == attached
         runs.append(model)
     assert_same_weights(*runs)
-
-
-def test_no_search_outlives_its_layer_or_its_optimizer() -> None:
-    """A model that is expanded, saved or given to another optimizer in the middle of the second step."""
-    for end in ("expand", "copy", "optimizer"):
-        model = Called()
-        grass.compact(model, rank=2, targets=["proj", "up"])
-        optimizer: Any = GrassAdamW(model)
-        train(model, optimizer, 1)
-        model(torch.ones(2, 8)).sum().backward()
-        assert model.proj.weight.requires_grad
-        if end == "copy":
-            model = copy.deepcopy(model)
-        elif end == "expand":
-            grass.expand(model)
-        optimizer = torch.optim.AdamW(model.parameters()) if end == "expand" else GrassAdamW(model)
-        before = model.proj.weight.detach().clone()
-        train(model, optimizer, 3)
-        assert not torch.equal(model.proj.weight, before)
-        assert model.proj.weight.requires_grad == (end == "expand")
-        assert (end == "expand") == (model.proj.weight.grad is not None)
-        if end != "expand":
-            assert not model.proj.listeners
 
 
 @pytest.mark.parametrize(("cls", "label"), [(Local, "proj"), (Item, "items.0")])

@@ -118,12 +118,12 @@ class Run(Loop):
         self.stream = None
         self.stream_again()
 
-    def new_optimizer(self, *, loaded: bool) -> None:
+    def new_optimizer(self, *, loaded: bool, seed: int = 0) -> None:
         """Another optimizer for the same model, which goes on from the state of the old one or begins."""
         state = copy.deepcopy(self.optimizer.state_dict())
         self.optimizer.zero_grad()
         sizes = _sizes(self.optimizer)
-        self.optimizer = self.setting.optimizer(self.model, self.place.offloaded(self.directory))
+        self.optimizer = self.setting.optimizer(self.model, self.place.offloaded(self.directory), seed)
         self.saved = {}
         if loaded and sizes == _sizes(self.optimizer):
             self.optimizer.load_state_dict(state)

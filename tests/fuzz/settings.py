@@ -61,17 +61,17 @@ class Setting:
             int8 = "int8" if self.weights == "int8" else None
             grass.compact(model, rank=self.rank, explore=self.explore, dim=self.dim, dtype=dtype, weights=int8)
 
-    def optimizer(self, model: nn.Module, offload: Offload | None) -> GrassAdamW | Attached:
+    def optimizer(self, model: nn.Module, offload: Offload | None, seed: int = 0) -> GrassAdamW | Attached:
         common: dict[str, Any] = {"lr": 3e-2, "offload": offload, "fused": self.fused}
         if self.mode == "attached":
             options: dict[str, Any] = {name: value for name, value in self.options if name in ATTACHED_OPTIONS}
-            return Attached([p for p in model.parameters() if p.requires_grad], lr=3e-2).attach(model, **options)
+            return Attached([p for p in model.parameters() if p.requires_grad], lr=3e-2).attach(model, seed=seed, **options)
         if self.mode == "full":
             return GrassAdamW([p for p in model.parameters() if p.requires_grad], **common)
         if self.mode == "dense":
-            options = {"dim": self.dim, "explore": self.explore, **dict(self.options)}
+            options = {"dim": self.dim, "explore": self.explore, "seed": seed, **dict(self.options)}
             return GrassAdamW(grass.param_groups(model, rank=self.rank, **options), **common)
-        return GrassAdamW(model, **common, **dict(self.options))
+        return GrassAdamW(model, seed=seed, **common, **dict(self.options))
 
 
 @dataclass(frozen=True)

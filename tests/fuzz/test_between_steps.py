@@ -129,7 +129,7 @@ ACTIONS = [
     action("checkpointing", on=BOOLS),
     action("copied", number=NUMBERS),
     action("go_on_as_copy"),
-    action("new_optimizer", loaded=BOOLS),
+    action("new_optimizer", loaded=BOOLS, seed=st.sampled_from([0, 1])),
     action("expand", streamed_first=BOOLS),
     action("move", place=st.one_of(STREAMS.map(Place), st.just(Place()))),
 ]
