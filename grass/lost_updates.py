@@ -25,7 +25,7 @@ SAMPLE = 4096
 MOST = 0.5
 """Share of these elements that must not have changed for a warning."""
 LEAST_RATE = 0.2
-"""Share of the highest learning rate so far below which nothing is measured: a schedule that ends at 0 loses updates."""
+"""Share of the highest learning rate so far below which nothing is measured: at the end of a schedule little moves."""
 
 Groups = list[dict[str, Any]]
 

@@ -65,7 +65,8 @@ class Setting:
         common: dict[str, Any] = {"lr": 3e-2, "offload": offload, "fused": self.fused}
         if self.mode == "attached":
             options: dict[str, Any] = {name: value for name, value in self.options if name in ATTACHED_OPTIONS}
-            return Attached([p for p in model.parameters() if p.requires_grad], lr=3e-2).attach(model, seed=seed, **options)
+            attached = Attached([p for p in model.parameters() if p.requires_grad], lr=3e-2)
+            return attached.attach(model, seed=seed, **options)
         if self.mode == "full":
             return GrassAdamW([p for p in model.parameters() if p.requires_grad], **common)
         if self.mode == "dense":
