@@ -186,6 +186,10 @@ class ActiveRows(nn.Module):
         selected = [start + order[:r].sort().values for start, order in parts]
         return torch.cat(selected + [start + order[r : r + q].sort().values for start, order in parts])
 
+    def draw_first_by(self, seed: int) -> None:
+        """Let :meth:`draw_first` draw by another seed, and in place of rows that calibration has chosen."""
+        self.first_draw, self.first_rows = (seed, self.first_draw[1]), None
+
     def rows_repr(self) -> str:
         """Rank, dim and how many rows are explored, as keyword arguments."""
         explored = len(self.explored)

@@ -137,7 +137,7 @@ class Attachment:
         self._agreement = Agreement()
         self._before: dict[int, Tensor] = {}
         self._reads = Reads()
-        self._count = sum(len(group["params"]) for group in optimizer.param_groups)
+        self._count = _parameters_of(optimizer)
         before, after = (
             torch.compiler.disable(hook, reason="data decides the rows")  # type: ignore[no-untyped-call]
             for hook in (self._before_step, self._after_step)
@@ -190,8 +190,7 @@ class Attachment:
 
     def _check_added(self, optimizer: Optimizer) -> None:
         """Refuse active rows that the optimizer has got since, which would be neither written back nor refreshed."""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if count != self._count:
+        if (count := _parameters_of(optimizer)) != self._count:
             held = layers_of(p for group in optimizer.param_groups for p in group["params"])
             if added := [layer.label for layer in held if all(layer is not own for own in self.layers.values())]:
                 raise RuntimeError(
@@ -318,6 +317,11 @@ def _skipped(optimizer: Optimizer) -> bool:
     """Whether ``GradScaler`` has told the optimizer, which then stepped nothing, that a gradient overflowed."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
+
+
+def _parameters_of(optimizer: Optimizer) -> int:
+    """How many parameters an optimizer holds."""
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _check_layers(optimizer: Optimizer, layers: list[CompactLayer]) -> None:

@@ -121,7 +121,7 @@ def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Op
     """Return a layer to the rows of a loaded state; ``values`` as in :meth:`CompactLayer.restore`."""
     key = options.seed, layer.place(index), state["step"]
     if not state["step"] and not torch.equal(layer.draw_first()[: layer.rank], state["indices"].cpu()):
-        layer.first_draw, layer.first_rows = (options.seed, layer.first_draw[1]), None  # as take_over() did
+        layer.draw_first_by(options.seed)  # as take_over() did
     explored = _drawn(layer, state, key) if _draws_again(layer, state) else layer.draw_first()[layer.rank :]
     layer.restore(state["indices"], explored, values)
     reserve_rows(state, layer)
@@ -144,7 +144,7 @@ def take_over(layer: CompactLayer, options: Options) -> None:
     before it.
     """
     if layer.drawn_by is not None and layer.drawn_by[0] != options.seed:
-        layer.first_draw, layer.first_rows = (options.seed, layer.first_draw[1]), None
+        layer.draw_first_by(options.seed)
         restart(layer, options)
 
 
