@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -196,17 +196,29 @@ class ActiveRows(nn.Module):
         return f"rank={self.rank}, dim={self.dim}" + (f", explore={explored}" if explored else "")
 
 
+class ExploredViews(NamedTuple):
+    """Views of a layer's explored rows: their values, the matrix that these are from, if it is plain, and which."""
+
+    values: Tensor
+    matrix: Tensor | None
+    indices: Tensor
+
+    @classmethod
+    def of(cls, layer: ActiveRows) -> ExploredViews:
+        """Those of a layer."""
+        return cls(layer.explored_part(layer.rows()), layer.plain_matrix(), layer.explored)
+
+
 @torch.no_grad()
-def explore(layers: Sequence[ActiveRows], drawn: Sequence[Tensor]) -> None:
-    """Make rows ``(q,)`` of each layer its explored ones, with its weight's values."""
-    explored = [layer.explored for layer in layers]
-    torch._foreach_copy_(explored, list(drawn))
-    plain: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    for layer, indices in zip(layers, explored, strict=True):
-        rows, matrix = layer.explored_part(layer.rows()), layer.plain_matrix()
-        if matrix is None:
-            layer.gather(Projector(indices, None, layer.dim), out=rows)
+def explore(layers: Sequence[ActiveRows], drawn: Sequence[Tensor], views: Sequence[ExploredViews] = ()) -> None:
+    """Make rows ``(q,)`` of each layer its explored ones, with its weight's values. ``views`` saves making them."""
+    views = views or [ExploredViews.of(layer) for layer in layers]
+    torch._foreach_copy_([view.indices for view in views], list(drawn))
+    plain: dict[int, list[ExploredViews]] = {}
+    for layer, view in zip(layers, views, strict=True):
+        if view.matrix is None:
+            layer.gather(Projector(view.indices, None, layer.dim), out=view.values)
         else:
-            plain.setdefault(layer.dim, []).append((rows, matrix, indices))
+            plain.setdefault(layer.dim, []).append(view)
     for dim, places in plain.items():
         reload_rows_(*zip(*places, strict=True), dim=dim)

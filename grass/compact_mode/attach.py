@@ -182,7 +182,7 @@ class Attachment:
         ranks = Ranks.of(self.process_group)
         self._agreement.check_joining(ranks, optimizer.param_groups)
         self._agreement.check(ranks, self._settings(), self._selected)
-        for layer, _, position, _ in self._trained():
+        for layer, _, position, *_ in self._trained():
             layer.follow(probe=looks_always(layer))
             layer.drop_gradient()
             if layer.reach:
@@ -209,7 +209,7 @@ class Attachment:
             return
         stepped = {id(item.layer.active) for item in every if item.layer.active.grad is not None}
         self._reads.watch(self.layers.values(), stepped)
-        for layer, state, position, _ in every:
+        for layer, state, position, *_ in every:
             state["step"] += 1
             if position in self._before and layer.active.grad is not None:
                 self._explore(layer, self._before.pop(position))

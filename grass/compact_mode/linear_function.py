@@ -88,8 +88,24 @@ def _gradient_of_rows(ctx: Any, g: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
         rows = picked_product(g, chosen, x)
     else:
         rows = inner_product(g, x) if ctx.narrow else picked_product(x, chosen, g).t()
-    rows = rows.to(ctx.active_dtype)
-    return rows if ctx.gradient_scale == 1.0 else scale_explored(rows, ctx)
+    if ctx.gradient_scale == 1.0:
+        return rows.to(ctx.active_dtype)
+    if rows.dtype == ctx.active_dtype or ctx.active_dtype != torch.float32 or not _is_plain(rows):
+        return scale_explored(rows.to(ctx.active_dtype), ctx)
+    factors = explored_factors(rows.shape[ctx.dim], ctx.rank, ctx.gradient_scale, rows.device)
+    return rows * factors.unsqueeze(1 - ctx.dim)  # casts too: one pass where scale_explored() takes three
+
+
+def _is_plain(rows: Tensor) -> bool:
+    return type(rows) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+@functools.lru_cache(maxsize=256)
+def explored_factors(count: int, rank: int, gradient_scale: float, device: torch.device) -> Tensor:
+    """float32 ``(r + q,)``: 1 for selected rows, ``gradient_scale`` for explored ones."""
+    factors = torch.ones(count, device=device)
+    factors[rank:] = gradient_scale
+    return factors
 
 
 def differentiable_once(backward: Callable[..., _T]) -> Callable[..., _T]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grass.compact_mode.active_rows import explore
+from grass.compact_mode.active_rows import ExploredViews, explore
 from grass.compact_mode.layer import CompactLayer
 from grass.cpu.draw import Draws
 from grass.options import Options
@@ -50,12 +50,14 @@ class Trained(NamedTuple):
         state: the age and the indices of its selection, for ``GrassAdamW`` also the moments.
         position: its place among all parameters, which decides draws.
         grad: the gradient of its active rows in this step.
+        views: of its explored rows, where the step has made them already.
     """
 
     layer: CompactLayer
     state: State
     position: int
     grad: Tensor | None = None
+    views: ExploredViews | None = None
 
     def seen(self) -> Tensor:
         """bool ``(experts,)``: which experts had tokens, by the gradient of their selected rows."""
@@ -231,7 +233,7 @@ def _informative(every: list[Trained], norms: list[Tensor], options: Options, ra
 
 def _choose_rows(item: Trained, norms: Tensor, informative: bool | None, carry: Carry, options: Options) -> None:
     """Select the rows that train from the next step on."""
-    layer, state, position, _ = item
+    layer, state, position, *_ = item
     refresh(state, carry, norms, layer.dim, layer.rank, options, position, layer.experts, informative=informative)
     if "row_scale" in state:
         raise ValueError(f"selection={options.selection!r} scales or repeats rows: not for compact mode")
@@ -244,21 +246,22 @@ def _choose_rows(item: Trained, norms: Tensor, informative: bool | None, carry: 
 def _explore_other_rows(every: list[Trained], options: Options) -> None:
     """Draw the rows that layers explore in the coming step, and gather their values."""
     draws = Draws(options.fused)
-    alike: dict[tuple[Any, ...], list[tuple[CompactLayer, Tensor, tuple[int, int, int]]]] = {}
-    for layer, state, position, _ in every:
+    alike: dict[tuple[Any, ...], list[tuple[CompactLayer, Tensor, tuple[int, int, int], ExploredViews]]] = {}
+    for layer, state, position, _, views in every:
         if not _draws_again(layer, state):
             continue
         key = options.seed, position, state["step"]
         own: dict[str, Any] = layer._parameters | layer._buffers  # past __getattr__, which is slow
-        places = own["weight"], layer.weight_axis(layer.dim), own["active"], layer.dim, own["chosen"], layer.rank
-        if own["weight"].ndim > 2 or not draws.add(*places, draw_key(*key)):
-            selected = state["indices"]
-            numbers = layer.shape[layer.dim], layer.counts()[1], layer.experts
-            alike.setdefault((selected.device, len(selected), *numbers), []).append((layer, selected, key))
+        weight, active, chosen = own["weight"], own["active"], own["chosen"]
+        places = weight, layer.weight_axis(layer.dim), active, layer.dim, chosen, layer.rank
+        if weight.ndim > 2 or not draws.add(*places, draw_key(*key)):
+            selected, views = state["indices"], views or ExploredViews.of(layer)
+            numbers = layer.shape[layer.dim], chosen.shape[0] - layer.rank, layer.experts
+            alike.setdefault((selected.device, len(selected), *numbers), []).append((layer, selected, key, views))
     draws.run()
     for (_, _, size, count, experts), of_one_kind in alike.items():
-        layers, selected_rows, keys = zip(*of_one_kind, strict=True)
-        explore(layers, draw_explored_of_each(selected_rows, size, count, keys, experts))
+        layers, selected_rows, keys, views_of_each = zip(*of_one_kind, strict=True)
+        explore(layers, draw_explored_of_each(selected_rows, size, count, keys, experts), views_of_each)
 
 
 def _drawn(layer: CompactLayer, state: State, key: tuple[int, int, int]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from grass.compact_mode.active_rows import ExploredViews
 from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.refresh_cycle import Trained, adopt, advance
@@ -27,10 +28,11 @@ def step_active(step: GroupStep, every: list[Active]) -> list[Tensor]:
     if fresh := [item for item in begun if not item[0].state]:
         begun = _begin(step, begun, fresh)
     count([member.state for member, layer in begun if not layer.is_batch])
-    every_rows = list[CompactRows]()
+    every_rows, views = list[CompactRows](), list[ExploredViews | None]()
     for member, layer in begun:
         rows = _rows(member, layer)
         every_rows += _of_experts(rows, layer, member.grad) if isinstance(layer, ExpertRows) else [rows]
+        views.append(_views(rows))
     if step.options.decay == "all":
         for member, layer in begun:
             shrink, key = step.numbers(member.state).shrink, step.value_key(member.position, member.state)
@@ -40,7 +42,7 @@ def step_active(step: GroupStep, every: list[Active]) -> list[Tensor]:
         if layer.scale() is not None:
             layer.write_back(step.key(member.position, member.state))
     exchange = BankExchange.of(step.group, step.ranks, step.background)
-    trained = [Trained(layer, member.state, member.position, member.grad) for member, layer in begun]
+    trained = [Trained(layer, m.state, m.position, m.grad, v) for (m, layer), v in zip(begun, views, strict=True)]
     chosen = advance(trained, step.options, step.ranks, lambda item: _policy(step, item, exchange))
     exchange.finish()
     return chosen
@@ -69,16 +71,23 @@ def _begin(step: GroupStep, every: list[Active], fresh: list[Active]) -> list[Ac
 def _rows(member: Member, layer: CompactLayer) -> CompactRows:
     p, grad, state, index = member
     weight = layer.matrix() if _writes(layer) and not layer.is_batch else None
-    own, values = local(grad), local(p.detach())
+    own, values, chosen, dim = local(grad), local(p.detach()), layer.chosen, layer.dim
     if not layer.reach:
-        return CompactRows(weight, layer.chosen, layer.dim, own, values, state, index, None)
-    counts, dim = layer.counts(), layer.dim
+        return CompactRows(weight, chosen, dim, own, values, state, index, None)
+    counts = [layer.rank, chosen.shape[0] - layer.rank]
     grads, stepped = own.split_with_sizes(counts, dim), values.split_with_sizes(counts, dim)
-    indices, others = layer.chosen.split_with_sizes(counts)
+    indices, others = chosen.split_with_sizes(counts)
     of_others = grads[1] if own is grad else layer.explored_part(grad)  # sharded: lengths are summed over the ranks
     factors = layer.reach, layer.gradient_scale**2, auto_scale(layer.shape[dim], *counts)
     explored = CompactExplored(of_others, *factors, others, stepped[1])
     return CompactRows(weight, indices, dim, grads[0], stepped[0], state, index, explored)
+
+
+def _views(rows: CompactRows) -> ExploredViews | None:
+    """Those of the explored rows that the step has made, of a plain weight that is a matrix."""
+    if rows.explored is None or rows.weight is None:
+        return None
+    return ExploredViews(rows.explored.values, rows.weight, rows.explored.indices)
 
 
 def _writes(layer: CompactLayer) -> bool:
