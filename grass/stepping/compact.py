@@ -32,7 +32,11 @@ def step_active(step: GroupStep, every: list[Active]) -> list[Tensor]:
     for member, layer in begun:
         rows = _rows(member, layer)
         every_rows += _of_experts(rows, layer, member.grad) if isinstance(layer, ExpertRows) else [rows]
-        views.append(_views(rows))
+        moving, weight = rows.explored, rows.weight
+        if moving is None or weight is None:
+            views.append(None)
+        else:
+            views.append(ExploredViews(moving.values, weight, moving.indices))
     if step.options.decay == "all":
         for member, layer in begun:
             shrink, key = step.numbers(member.state).shrink, step.value_key(member.position, member.state)
@@ -81,13 +85,6 @@ def _rows(member: Member, layer: CompactLayer) -> CompactRows:
     factors = layer.reach, layer.gradient_scale**2, auto_scale(layer.shape[dim], *counts)
     explored = CompactExplored(of_others, *factors, others, stepped[1])
     return CompactRows(weight, indices, dim, grads[0], stepped[0], state, index, explored)
-
-
-def _views(rows: CompactRows) -> ExploredViews | None:
-    """Those of the explored rows that the step has made, of a plain weight that is a matrix."""
-    if rows.explored is None or rows.weight is None:
-        return None
-    return ExploredViews(rows.explored.values, rows.weight, rows.explored.indices)
 
 
 def _writes(layer: CompactLayer) -> bool:

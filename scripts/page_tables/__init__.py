@@ -30,6 +30,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu_steps": gpu.steps,
     "gpu_kernels": gpu.kernels,
     "gpu_widths": gpu.widths,
+    "gpu_long": gpu.long,
     "host_time": gpu.host_time,
     "study_speed": speed.study_speed,
     "memory": memory.memory,

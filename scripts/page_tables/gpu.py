@@ -8,6 +8,9 @@ from page_tables.source import Row, read, settings_of
 KERNELS = ("compact_grad", "compact_adamw_8bit", "move_factors", "move_rows")
 """Those that were measured; the others did not fit into the time."""
 
+LONG = ("28m-wide", "2150", "0")
+"""Model, steps and seed of the long runs."""
+
 
 def steps() -> str:
     """Whole training steps."""
@@ -55,6 +58,20 @@ def widths() -> str:
         )
         rows += [[hidden, f"{rate:.2g}", adamw[rate], grass.get(8 * rate, "not run")] for rate in sorted(adamw)]
     return table(header, rows)
+
+
+def long() -> str:
+    """Losses at hidden size 768 and the full horizon by the rate of linear layers, first seed."""
+    ranks = {"AdamW, two rates": "1.0", "r = q = n/4": None, "r = q = n/8": "0.125", "r = q = n/16": "0.0625"}
+    cells = [row for row in read("gpu/cells.csv") if (row["model"], row["steps"], row["seed"]) == LONG]
+    of_grass = [row for row in cells if row["optimizer"] == "grass"]
+    losses = {
+        name: {_rate(row): number(row["loss_100"], ".3f") for row in of_grass if settings_of(row).get("rank") == rank}
+        for name, rank in ranks.items()
+    }
+    rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
+    rows = ([f"{rate:.2g}", *(by_rate.get(rate, "") for by_rate in losses.values())] for rate in rates)
+    return table(["rate of linear layers", *ranks], rows)
 
 
 def _rate(row: Row) -> float:
