@@ -95,6 +95,6 @@ def host_time() -> str:
             ),
         ]
         for row in every
-        if row["commit"] != every[0]["commit"]
+        if row["commit"] == every[-1]["commit"]
     )
     return table(header, rows)
