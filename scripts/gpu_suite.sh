@@ -64,9 +64,9 @@ wanted() { [[ " ${chosen[*]} " == *" $1 "* ]]; }
 if wanted tests && [ ${#smoke[@]} -eq 0 ]; then
     mapfile -t marked < <(grep -rlE 'pytest\.mark\.gpu' tests --include='test_*.py')
     parallel=()
-    "$python" -c 'import xdist' 2>/dev/null && parallel=(--numprocesses 8)
-    # names are printed as tests end: time may be up before the failures are shown
-    run tests 300 "$python" -m pytest -m gpu -p no:cacheprovider -v --tb=short --durations=10 ${parallel[@]+"${parallel[@]}"} tests/kernels "${marked[@]}"
+    "$python" -c 'import xdist' 2>/dev/null && parallel=(--numprocesses "$(nproc)")
+    # names are printed as tests end, which addopts = -q would undo: time may be up before the failures are shown
+    run tests 300 "$python" -m pytest -o addopts= -m gpu -p no:cacheprovider -v --tb=short --durations=10 ${parallel[@]+"${parallel[@]}"} tests/kernels "${marked[@]}"
 fi
 kernels=(scatter_add_rows row_norms compact_adamw compact_adamw_8bit move_factors move_rows row_sketch shrink)
 kernels+=(reload_rows)
