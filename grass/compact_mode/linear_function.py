@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from grass.compact_mode.products import inner_product, picked_product, sketch_product
 from grass.compact_mode.weight_codes import decode_weight
 from grass.kernels.layout import select_columns
+from grass.state.master import is_half
 
 _T = TypeVar("_T")
 
@@ -88,22 +89,13 @@ def _gradient_of_rows(ctx: Any, g: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
         rows = picked_product(g, chosen, x)
     else:
         rows = inner_product(g, x) if ctx.narrow else picked_product(x, chosen, g).t()
-    if ctx.gradient_scale == 1.0:
-        return rows.to(ctx.active_dtype)
-    if rows.dtype == ctx.active_dtype or ctx.active_dtype != torch.float32 or not _is_plain(rows):
-        return scale_explored(rows.to(ctx.active_dtype), ctx)
-    factors = explored_factors(rows.shape[ctx.dim], ctx.rank, ctx.gradient_scale, rows.device)
-    return rows * factors.unsqueeze(1 - ctx.dim)  # casts too: one pass where scale_explored() takes three
-
-
-def _is_plain(rows: Tensor) -> bool:
-    return type(rows) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return rows.to(ctx.active_dtype) if ctx.gradient_scale == 1.0 else scale_explored(rows, ctx)
 
 
 @functools.lru_cache(maxsize=256)
-def explored_factors(count: int, rank: int, gradient_scale: float, device: torch.device) -> Tensor:
+def _factors(count: int, rank: int, gradient_scale: float, device: torch.device) -> Tensor:
     """float32 ``(r + q,)``: 1 for selected rows, ``gradient_scale`` for explored ones."""
-    factors = torch.ones(count, device=device)
+    factors = torch.ones(count, dtype=torch.float32, device=device)  # whatever the default dtype is
     factors[rank:] = gradient_scale
     return factors
 
@@ -125,9 +117,14 @@ def differentiable_once(backward: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def scale_explored(rows: Tensor, ctx: Any) -> Tensor:
-    """Multiply the gradient of explored rows by ``gradient_scale``: in place, unless it is to be differentiated."""
+    """Cast a gradient to the type of the active rows, and multiply that of explored rows by ``gradient_scale``."""
+    differentiated, fake = torch.is_grad_enabled(), type(rows) is not Tensor or torch.compiler.is_compiling()
+    if is_half(rows.dtype) and ctx.active_dtype == torch.float32 and not differentiated and not fake:
+        factors = _factors(rows.shape[ctx.dim], ctx.rank, ctx.gradient_scale, rows.device)
+        return rows * factors.unsqueeze(1 - ctx.dim)  # one pass over the rows, where the lines below take three
+    rows = rows.to(ctx.active_dtype)
     selected, explored = rows.tensor_split([ctx.rank], ctx.dim)
-    if torch.is_grad_enabled():
+    if differentiated:
         return torch.cat([selected, explored * ctx.gradient_scale], ctx.dim)
     explored.mul_(ctx.gradient_scale)
     return rows

@@ -64,7 +64,7 @@ def long() -> str:
     """Losses at hidden size 768 and the full horizon by the rate of linear layers, first seed."""
     ranks = {"AdamW, two rates": "1.0", "r = q = n/4": None, "r = q = n/8": "0.125", "r = q = n/16": "0.0625"}
     cells = [row for row in read("gpu/cells.csv") if (row["model"], row["steps"], row["seed"]) == LONG]
-    of_grass = [row for row in cells if row["optimizer"] == "grass"]
+    of_grass = [row for row in cells if row["optimizer"] == "grass" and "moment_dtype" not in settings_of(row)]
     losses = {
         name: {_rate(row): number(row["loss_100"], ".3f") for row in of_grass if settings_of(row).get("rank") == rank}
         for name, rank in ranks.items()

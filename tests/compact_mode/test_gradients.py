@@ -86,6 +86,26 @@ def test_equals_the_dense_gradient(
     both_gradients(make(n, m, bias).to(dtype), dim, rank, x)
 
 
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("default", DTYPES, ids=str)
+@pytest.mark.parametrize("active", [torch.float32, torch.bfloat16], ids=str)
+def test_explored_rows_are_scaled(dim: int, default: torch.dtype, active: torch.dtype) -> None:
+    """In the type of the active rows whatever torch's default is; to the bit those of the product, cast and scaled."""
+    layer = nn.Linear(48, 40, bias=False, dtype=torch.bfloat16)
+    grass.compact(layer, rank=5 + DTYPES.index(default), explore=11, dim=dim, dtype=active)  # factors are kept by shape
+    x, grad = torch.randn(7, 48).bfloat16(), torch.randn(7, 40).bfloat16()
+    torch.set_default_dtype(default)
+    try:
+        layer(x).backward(grad)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    rows = (grad[:, layer.chosen].t() @ x if dim == 0 else grad.t() @ x[:, layer.chosen]).to(active)
+    layer.explored_part(rows).mul_(layer.gradient_scale)
+    assert layer.gradient_scale != 1
+    assert layer.active.grad.dtype == active
+    assert torch.equal(layer.active.grad, rows)
+
+
 @pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6), (0, 3, 6)], ids=str)
 @pytest.mark.parametrize("dim", DIMS)
 def test_no_rows_at_all(shape: tuple[int, ...], dim: int) -> None:
