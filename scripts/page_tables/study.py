@@ -62,8 +62,10 @@ def loss() -> str:
 def grid() -> dict[str, list[tuple[str, ...]]]:
     """The keys of the cells of each study, in order."""
     from grid import load_grid
+    from results import Results
 
-    loaded = load_grid(BENCHMARKS / "quality" / "grid.yaml")
+    directory = BENCHMARKS / "quality"
+    loaded = load_grid(directory / "grid.yaml", Results(directory / "cells.csv").losses())
     return {name: [cell.key for cell in loaded.study(name).cells] for name in loaded.names}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ import yaml
 
 from grass.memory.llama import LLAMA_SHAPES
 from grass.options import DEFAULTS
+from grass.sweep.bracket import best_point, next_points
 
 sys.path.append(str(Path(__file__).parents[1]))
 from training.data.blocks import DataConfig
@@ -74,7 +76,10 @@ FINETUNING = {
 TASKS = ("pretrain", *FINETUNING)
 
 GRID_KEYS = {"model", "data", "finetuning", "horizons", "methods", "studies"}
-STUDY_KEYS = {"name", "task", "methods", "horizon", "seeds", "model", "set", "vary"}
+OPTIONAL_KEYS = {"task", "model", "set", "vary", "bracket"}
+STUDY_KEYS = {"name", "methods", "horizon", "seeds", *OPTIONAL_KEYS}
+Losses = Mapping[tuple[str, ...], float]
+"""Final losses by the key of a cell."""
 EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
@@ -207,14 +212,19 @@ class Grid:
         )
 
 
-def load_grid(path: Path) -> Grid:
+def load_grid(path: Path, losses: Losses | None = None) -> Grid:
     """Read a grid.
 
     The file has ``model``, ``data`` (of :class:`DataConfig`), ``horizons`` (steps by name), ``methods`` (settings of
     :class:`OptimizerConfig` by name), optionally ``finetuning`` (by task, what differs from :data:`FINETUNING`) and
     ``studies``, a list of mappings: ``name``; ``methods``, names; ``horizon``, a name; ``seeds``; and optionally
-    ``task``, ``model``, ``set`` (settings on top of the methods', and those of :data:`OF_THE_CELL`) and ``vary``
-    (lists of values; their product is run).
+    ``task``, ``model``, ``set`` (settings on top of the methods', and those of :data:`OF_THE_CELL`), ``vary``
+    (lists of values; their product is run) or ``bracket`` (one setting and its first value: with the first seed it is
+    halved and doubled until the best value is inside of those that ran; then the other seeds run with that).
+
+    Args:
+        path: of the file.
+        losses: of the cells that have ended. A bracket goes on from them.
 
     Raises:
         ValueError: a key, name or value is unknown; the message names it.
@@ -227,34 +237,60 @@ def load_grid(path: Path) -> Grid:
         task: _build(FinetuneConfig, dataclasses.asdict(config) | changed.get(task, {}))
         for task, config in FINETUNING.items()
     }
-    studies = tuple(_study(entry, document) for entry in document["studies"])
+    studies = tuple(_study(entry, document, losses or {}) for entry in document["studies"])
     return Grid(data=_build(DataConfig, document["data"]), finetuning=finetuning, studies=studies)
 
 
-def _study(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Study:
+def _study(entry: Mapping[str, Any], document: Mapping[str, Any], losses: Losses) -> Study:
     where = f"study {entry.get('name')!r}"
-    _check_keys(entry, STUDY_KEYS, where, optional={"task", "model", "set", "vary"})
+    _check_keys(entry, STUDY_KEYS, where, optional=OPTIONAL_KEYS)
     lists = {"methods": entry["methods"], "seeds": entry["seeds"], **entry.get("vary", {})}
     for name, values in lists.items():
         if not isinstance(values, list):
             raise ValueError(f"Invalid {name}={values!r} in {where}: must be a list, as in [{values}]")
+    if "bracket" in entry and ("vary" in entry or len(entry["bracket"]) != 1 or not entry["seeds"]):
+        raise ValueError(f"Invalid bracket={entry['bracket']} in {where}: takes one setting, seeds, and no vary")
     try:
-        return Study(name=entry["name"], cells=tuple(_cells(entry, document)))
+        return Study(name=entry["name"], cells=tuple(_cells(entry, document, losses)))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{error} (in {where})") from error
 
 
-def _cells(entry: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[Cell]:
+def _cells(entry: Mapping[str, Any], document: Mapping[str, Any], losses: Losses) -> Iterator[Cell]:
+    for method in entry["methods"]:
+        if "bracket" in entry:
+            yield from _bracketed(entry, document, method, losses)
+            continue
+        varied = entry.get("vary", {})
+        for seed, *values in itertools.product(entry["seeds"], *varied.values()):
+            yield _cell(entry, document, method, seed, dict(zip(varied, values, strict=True)))
+
+
+def _bracketed(entry: Mapping[str, Any], document: Mapping[str, Any], method: str, losses: Losses) -> Iterator[Cell]:
+    """The values that ran and those that are next; when the best is inside, it with the other seeds."""
+    ((name, start),) = entry["bracket"].items()
+    first, *others = entry["seeds"]
+    known: dict[tuple[int, ...], float] = {}
+    while points := next_points(known, rates=1, level=0):
+        cells = [_cell(entry, document, method, first, {name: start * 2.0**doubled}) for (doubled,) in points]
+        yield from cells
+        if any(cell.key not in losses for cell in cells):
+            return
+        for point, cell in zip(points, cells, strict=True):
+            known[point] = math.inf if math.isnan(losses[cell.key]) else losses[cell.key]
+    best = start * 2.0 ** best_point(known, level=0)[0]
+    yield from (_cell(entry, document, method, seed, {name: best}) for seed in others)
+
+
+def _cell(
+    entry: Mapping[str, Any], document: Mapping[str, Any], method: str, seed: int, varied: Mapping[str, Any]
+) -> Cell:
+    chosen = {**_look_up(document["methods"], method, "method"), **entry.get("set", {}), "seed": seed, **varied}
+    own = {name: chosen.pop(name, getattr(Cell, name)) for name in OF_THE_CELL}
     steps = _look_up(document["horizons"], entry["horizon"], "horizon")
-    varied = entry.get("vary", {})
-    for method, seed in itertools.product(entry["methods"], entry["seeds"]):
-        settings = {**_look_up(document["methods"], method, "method"), **entry.get("set", {}), "seed": seed}
-        for values in itertools.product(*varied.values()):
-            chosen = settings | dict(zip(varied, values, strict=True))
-            own = {name: chosen.pop(name, getattr(Cell, name)) for name in OF_THE_CELL}
-            optimizer = _build(OptimizerConfig, chosen)
-            task, model = entry.get("task", "pretrain"), entry.get("model", document["model"])
-            yield Cell(task=task, model=model, steps=steps, seed=seed, optimizer=optimizer, **own)
+    task, model = entry.get("task", "pretrain"), entry.get("model", document["model"])
+    optimizer = _build(OptimizerConfig, chosen)
+    return Cell(task=task, model=model, steps=steps, seed=seed, optimizer=optimizer, **own)
 
 
 def _build(cls: type[Any], settings: Mapping[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 import matplotlib as mpl
 import pandas as pd
 from grid import CURVE_POINTS, load_grid
-from results import CURVE
+from results import CURVE, Results
 from run import DIRECTORY
 from tables import method_name, read_cells, step_seconds, study_rows
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     mpl.use("Agg")
     rows, speed = read_cells(directory / "cells.csv"), pd.read_csv(directory / "speed.csv", index_col="method")
-    grid = load_grid(directory / "grid.yaml")
+    grid = load_grid(directory / "grid.yaml", Results(directory / "cells.csv").losses())
     plot_sweeps(study_rows(grid.study(SWEEP), rows), args.out / "quality_lr.png")
     plot_curves(study_rows(grid.study(FINAL), rows), speed, args.out / "quality_curves.png")
     wide = directory / "speed_wide.csv"

@@ -28,17 +28,17 @@ class Results:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def done(self) -> set[tuple[str, ...]]:
-        """The keys of the cells that have a row.
+    def losses(self) -> dict[tuple[str, ...], float]:
+        """The final losses of the cells that have a row, by their keys.
 
         Raises:
             ValueError: the file has other columns than :data:`COLUMNS`.
         """
         if not self.path.exists():
-            return set()
+            return {}
         whole = [line for line in self.path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         self._check(whole[:1])
-        return {tuple(row[column] for column in KEY) for row in csv.DictReader(whole)}
+        return {tuple(row[column] for column in KEY): float(row[CURVE[-1]] or "nan") for row in csv.DictReader(whole)}
 
     def append(self, cell: Cell, values: dict[str, Any]) -> None:
         """Add the row of a cell; ``values`` by column.

@@ -6,7 +6,8 @@
     python scripts/study/run.py --grid benchmarks/gpu/grid.yaml --device cuda --workers 8    # on one GPU
 
 Stop it at any time, also with SIGKILL: only the cells in flight are lost, and the same command goes on. When all cells
-have ended the grid is read again, so that what was added to it meanwhile is run too. ``--out`` has what cells print.
+have ended the grid is read again: what was added to it meanwhile is run too, and brackets go on. ``--out`` has what
+cells print.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
             table = grass.sweep.run(
                 trial, keys, out=args.out, steps=CURVE_POINTS, devices=devices, seconds=in_order, retry=True
             )
-            done = Results(results).done()
+            done = Results(results).losses()
             failed = [row for row in table if tuple(row[name] for name in KEY) not in done]
     except (OSError, ValueError) as error:
         parser.error(str(error))
@@ -65,8 +66,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def cells_without_row(grid: Path, results: Path) -> list[Cell]:
     """The cells that are to be run, in the order of their importance."""
-    done = Results(results).done()
-    return [cell for cell in load_grid(grid).cells if cell.key not in done]
+    losses = Results(results).losses()
+    return [cell for cell in load_grid(grid, losses).cells if cell.key not in losses]
 
 
 def in_order(**key: str) -> float:
@@ -82,7 +83,7 @@ def train(
     A process that is told to end before the last step ends without a row.
     """
     torch.set_num_threads(threads)
-    loaded = load_grid(Path(grid))
+    loaded = load_grid(Path(grid), Results(Path(results)).losses())
     cell = next(cell for cell in loaded.cells if cell.key == tuple(key[name] for name in KEY))
     values = run_cell(cell, loaded, Path(base), on)
     if values is None:

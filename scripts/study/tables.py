@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 from grid import Study, load_grid
-from results import CURVE, KEY
+from results import CURVE, KEY, Results
 from run import DIRECTORY
 
 from grass import GrassAdamW
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--study", help="its name; default: all")
     args = parser.parse_args(argv)
     rows = read_cells(args.results)
-    grid = load_grid(args.grid)
+    grid = load_grid(args.grid, Results(args.results).losses())
     for name in [args.study] if args.study else grid.names:
         print(f"\n### {name}\n\n{markdown(seed_means(study_rows(grid.study(name), rows)))}")
 

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 from grid import FINETUNING, Cell, FinetuneConfig, load_grid
@@ -54,6 +55,9 @@ def test_seed_reaches_the_row_selection(grid_file):
         ("seeds: [0, 1], ", "", "No seeds in study 'final'"),
         ("seeds: [0, 1]", "seeds: 0", r"Invalid seeds=0 in study 'final': must be a list, as in \[0\]"),
         ("lr: [0.001, 0.01]", "lr: 0.001", r"Invalid lr=0.001 in study 'learning rate': must be a list"),
+        ("vary: {lr", "bracket: {lr: 0.01}, vary: {lr", "Invalid bracket={'lr': 0.01} in .*: takes one setting"),
+        ("vary: {lr: [0.001, 0.01]}", "bracket: {lr: 0.01, clip: 1}", "Invalid bracket={'lr': 0.01, 'clip': 1} in"),
+        ("vary: {lr: [0.001, 0.01]}", "bracket: {rate: 0.01}", "Unknown rate in OptimizerConfig"),
         ("lr: 0.01, betas", "lr: much, betas", r"Invalid lr='much': .* \(in study 'final'\)"),
         ("lr: 0.01, betas", "selection: topr, betas", r"Unknown selection 'topr'; .* \(in study 'final'\)"),
     ],
@@ -62,6 +66,27 @@ def test_mistakes_are_named(grid_file, found, put, message):
     grid_file.write_text(grid_file.read_text().replace(found, put))
     with pytest.raises(ValueError, match=message):
         load_grid(grid_file)
+
+
+@pytest.mark.parametrize("diverged", [3.9, math.nan])
+def test_a_bracket_doubles_until_the_best_is_inside_then_runs_other_seeds(grid_file, diverged):
+    loss = {0.5: diverged, 1.0: 2.0, 2.0: 1.9, 4.0: 1.8, 8.0: 2.1}
+    study = "{name: law, methods: [grass], horizon: short, seeds: [0, 1, 2], bracket: {scale: 1.0}}"
+    grid_file.write_text(grid_file.read_text() + f"  - {study}\n")
+    losses, rounds = {}, []
+    while new := [cell for cell in load_grid(grid_file, losses).study("law").cells if cell.key not in losses]:
+        rounds.append([(cell.seed, cell.optimizer.scale) for cell in new])
+        losses |= {cell.key: loss[cell.optimizer.scale] for cell in new}
+    assert rounds == [[(0, 1.0), (0, 0.5), (0, 2.0)], [(0, 4.0)], [(0, 8.0)], [(1, 4.0), (2, 4.0)]]
+    assert {cell.key for cell in load_grid(grid_file, losses).study("law").cells} == losses.keys()
+
+
+def test_a_bracket_waits_for_all_of_a_round(grid_file):
+    study = "{name: law, methods: [adamw], horizon: short, seeds: [0, 1], bracket: {lr: 0.01}}"
+    grid_file.write_text(grid_file.read_text() + f"  - {study}\n")
+    cells = load_grid(grid_file).study("law").cells
+    assert [cell.optimizer.lr for cell in cells] == [0.01, 0.005, 0.02]
+    assert load_grid(grid_file, {cells[2].key: 1.0, cells[0].key: 2.0}).study("law").cells == cells
 
 
 def test_finetuning_data_are_the_defaults_but_for_what_is_changed(grid_file):

@@ -17,10 +17,10 @@ def values(loss):
 
 def test_rows_come_back(tmp_path, grid):
     results = Results(tmp_path / "new" / "cells.csv")
-    assert results.done() == set()
+    assert results.losses() == {}
     for cell in grid.cells[:2]:
         results.append(cell, values(1.5))
-    assert results.done() == {cell.key for cell in grid.cells[:2]}
+    assert results.losses().keys() == {cell.key for cell in grid.cells[:2]}
     assert results.path.read_text().splitlines()[0] == ",".join(COLUMNS)
 
 
@@ -31,7 +31,7 @@ def test_half_a_row_does_not_count_and_is_replaced(tmp_path, grid, kept):
         results.append(cell, values(1.5))
     whole = results.path.read_bytes()
     results.path.write_bytes(whole[:-3])
-    assert results.done() == {cell.key for cell in grid.cells[:kept]}
+    assert results.losses().keys() == {cell.key for cell in grid.cells[:kept]}
     results.append(grid.cells[kept], values(1.5))
     assert results.path.read_bytes() == whole
 
@@ -39,7 +39,7 @@ def test_half_a_row_does_not_count_and_is_replaced(tmp_path, grid, kept):
 def test_a_file_with_other_columns_is_refused(tmp_path, grid):
     results = Results(tmp_path / "cells.csv")
     results.path.write_text("model,steps\n1m,10\n")
-    for call in (results.done, lambda: results.append(grid.cells[0], values(1.5))):
+    for call in (results.losses, lambda: results.append(grid.cells[0], values(1.5))):
         with pytest.raises(ValueError, match="has the columns model,steps, not task,model,steps"):
             call()
     assert results.path.read_text() == "model,steps\n1m,10\n"
@@ -61,7 +61,7 @@ def test_processes_append_side_by_side(tmp_path, grid):
     lines = path.read_text().splitlines()
     assert len(lines) == 1 + 20 * len(grid.cells)
     assert {line.count(",") for line in lines} == {len(COLUMNS) - 1}
-    assert Results(path).done() == {cell.key for cell in grid.cells}
+    assert Results(path).losses().keys() == {cell.key for cell in grid.cells}
 
 
 def test_table_of_a_study(tmp_path, grid):

@@ -72,7 +72,7 @@ def test_a_trial_appends_the_row_of_its_cell(tmp_path, grid_file, monkeypatch):
     yielded = list(started(tmp_path, cell))
     assert yielded == [(i + 1, float(value)) for i, value in enumerate(values.values())]
     assert asked == [(cell, tmp_path / "base")]
-    assert Results(tmp_path / "cells.csv").done() == {cell.key}
+    assert Results(tmp_path / "cells.csv").losses().keys() == {cell.key}
 
 
 def test_a_stopped_cell_leaves_no_row(tmp_path, grid_file, monkeypatch):
