@@ -59,6 +59,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "width": exploring.width,
     "widest": exploring.widest,
     "law_fit": exploring.law_fit,
+    "law_losses": exploring.law_losses,
+    "long_runs": exploring.long_runs,
     "law": partial(exploring.law, "270"),
     "law_short": partial(exploring.law, "540"),
     "law_full": partial(exploring.law, "2150"),

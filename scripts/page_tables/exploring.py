@@ -19,6 +19,14 @@ WIDTHS = {"1m": "128", "9m-wide": "320", "28m-wide": "768"}
 OF_THE_LAW = {"lr", "scale", "rank", "explore", "compact", "autocast"}
 """Settings in which cells of the law differ."""
 
+LONG_RUNS = {
+    "0.87 million parameters, hidden size 128": ("cells.csv", "1m", "float32"),
+    "8.8 million, 320": ("cells.csv", "9m-wide", "bf16 autocast"),
+    "29 million, 768, on an H100": ("gpu/cells.csv", "28m-wide", "bf16 autocast"),
+}
+"""Where the runs of 2,150 steps are: file, model and precision."""
+LONG_RANKS = {"1.0": "AdamW, two rates", "0.25": "r = q = n/4", "0.125": "n/8", "0.0625": "n/16"}
+
 
 def is_of_the_law(values: dict[str, str]) -> bool:
     """Whether a cell is of the law: AdamW with two rates, or compact mode with r = q and otherwise default options."""
@@ -106,24 +114,54 @@ def law(steps: str) -> str:
 
 
 def law_fit() -> str:
-    """The best rates of ``law.csv`` as multiples of AdamW's, their losses, and the exponent that fits the rates."""
-    groups: dict[tuple[int, int], list[Row]] = {}
+    """The best rates of ``law.csv`` as multiples of AdamW's, and the exponent that fits them."""
+    shares, lines = _shares(), []
+    for (hidden, steps), of in _by_width_and_horizon().items():
+        left = [abs(float(row["residual"])) for row in of.values() if row["residual"]]
+        fitted = [f"{float(of[1.0]['exponent']):.2f}", f"{2 ** max(left):.2f}"] if len(left) > 1 else ["", ""]
+        times = [_times(of[share]) if share in of else "" for share in shares]
+        lines.append([str(hidden), f"{steps:,}", _plain(float(of[1.0]["best"])), *times, *fitted])
+    return table(["hidden size", "steps", "AdamW's", *map(_name, shares), "exponent", "off by at most a factor"], lines)
+
+
+def law_losses() -> str:
+    """Of ``law.csv``, by seed at the best rates: AdamW's losses, and what each share adds to them."""
+    shares, lines = _shares(), []
+    for (hidden, steps), of in _by_width_and_horizon().items():
+        adamw = _losses_by_seed(of[1.0])
+        line = [str(hidden), f"{steps:,}", _mean_and_each(list(adamw.values()), "")]
+        for share in shares:
+            ours = _losses_by_seed(of[share]) if share in of else {}
+            line.append(_mean_and_each([ours[seed] - adamw[seed] for seed in ours if seed in adamw], "+"))
+        lines.append(line)
+    return table(["hidden size", "steps", "AdamW's", *map(_name, shares)], lines)
+
+
+def _by_width_and_horizon() -> dict[tuple[int, int], dict[float, Row]]:
+    """The rows of ``law.csv`` of which AdamW's best rate is known, by the share that moves."""
+    groups: dict[tuple[int, int], dict[float, Row]] = {}
     for row in read("law.csv"):
         if row["times"]:
-            groups.setdefault((int(row["hidden"]), int(row["steps"])), []).append(row)
-    shares = sorted({float(row["moving"]) for rows in groups.values() for row in rows} - {1.0}, reverse=True)
-    lines = []
-    for (hidden, steps), rows in sorted(groups.items()):
-        of = {float(row["moving"]): row for row in rows}
-        theirs = float(of[1.0]["loss"])
-        times = [
-            f"{_times(of[share])} ({float(of[share]['loss']) - theirs:+.3f})" if share in of else "" for share in shares
-        ]
-        left = [abs(float(row["residual"])) for row in rows if row["residual"]]
-        fitted = [f"{float(rows[0]['exponent']):.2f}", f"{2 ** max(left):.2f}"] if len(left) > 1 else ["", ""]
-        lines.append([str(hidden), f"{steps:,}", f"{_plain(float(of[1.0]['best']))} ({theirs:.3f})", *times, *fitted])
-    names = [f"r = q = {Fraction(share / 2)} n" for share in shares]
-    return table(["hidden size", "steps", "AdamW's", *names, "exponent", "off by at most a factor"], lines)
+            groups.setdefault((int(row["hidden"]), int(row["steps"])), {})[float(row["moving"])] = row
+    return dict(sorted(groups.items()))
+
+
+def _shares() -> list[float]:
+    return sorted({share for of in _by_width_and_horizon().values() for share in of} - {1.0}, reverse=True)
+
+
+def _name(share: float) -> str:
+    return f"r = q = {Fraction(share / 2)} n"
+
+
+def _losses_by_seed(row: Row) -> dict[str, float]:
+    return dict(zip(row["seeds"].split(), map(float, row["losses"].split()), strict=True))
+
+
+def _mean_and_each(values: list[float], sign: str) -> str:
+    """The mean in bold before the values of several seeds; the value of one."""
+    each = " ".join(f"{value:{sign}.3f}" for value in values)
+    return f"**{fmean(values):{sign}.3f}** ({each})" if len(values) > 1 else each
 
 
 def _times(row: Row) -> str:
@@ -132,6 +170,31 @@ def _times(row: Row) -> str:
         return f"{float(row['times']):.1f}"
     largest = max(map(float, row["tried"].split()))
     return f"{'at least' if float(row['best']) >= 0.99 * largest else 'at most'} {float(row['times']):.1f}"
+
+
+def long_runs() -> str:
+    """Losses after 2,150 steps by model and share, by seed at the rate that is best with the first."""
+    lines = []
+    for label, (name, model, precision) in LONG_RUNS.items():
+        by_rank: dict[str, list[Row]] = {}
+        for row in select(name, f"pretrain & {model} & steps=2150 & grass"):
+            values = settings_of(row)
+            values.pop("moment_dtype", None)
+            fits = ("autocast" in values) == (precision == "float32")
+            if fits and values["lr"] == str(RATE) and is_of_the_law(values):
+                by_rank.setdefault(values.get("rank", "0.25"), []).append(row)
+        lines.append([f"{label}, {precision}", *(_best_of(by_rank.get(rank, [])) for rank in LONG_RANKS)])
+    return table(["model", *LONG_RANKS.values()], lines)
+
+
+def _best_of(rows: list[Row]) -> str:
+    """The losses by seed at the best rate; with moments of 8 bits only where no others ran."""
+    usual = [row for row in rows if "moment_dtype" not in settings_of(row)]
+    if not (first := [row for row in usual or rows if row["seed"] == "0"]):
+        return ""
+    best = min(first, key=lambda row: float(row["loss_100"]))["settings"]
+    note = "" if usual else " (moments of 8 bits)"
+    return _by_seed(final([row for row in rows if row["settings"] == best], "2150")) + note
 
 
 def widest() -> str:

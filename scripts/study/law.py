@@ -6,7 +6,8 @@ The best rate is where the parabola through the lowest loss and its two neighbou
 the rate. It is *inside* if the lowest loss is neither that of the smallest rate tried nor that of the largest. Where
 rates were tried in float32 and under bf16 autocast, the one counts in which the best is inside, or has more rates. Of a
 width and a horizon at which AdamW's best rate is inside, ``times = (n / (r + q)) ** exponent`` is fitted by least
-squares to the logarithms of all that are inside; ``residual`` is what is left, in powers of two.
+squares to the logarithms of all that are inside; ``residual`` is what is left, in powers of two. ``losses`` are those
+of ``seeds`` at the rate that ended lowest with the first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from page_tables.source import settings_of
 
 from grass.command_line import ArgumentParser
 
-SEED = "0"
+SEED = 0
 """Rates were swept with it; other seeds ran at the best rate, and differ by more than neighbouring rates do."""
 LEAST = 3
 """Rates of a curve; fewer say nothing about the best one."""
@@ -52,20 +53,26 @@ def main(argv: list[str] | None = None) -> None:
 
 def best_rates(cells: pd.DataFrame) -> pd.DataFrame:
     """The best rate by width, horizon and the share of the columns that move; AdamW with two rates moves all."""
-    swept = pd.DataFrame(_swept(cells))
     rows = []
-    for key, losses in swept.groupby([*WIDTH_AND_HORIZON, "moving"]):
-        curves = [of.set_index("rate")["loss"].sort_index() for _, of in losses.groupby("precision")]
-        if curves := [curve for curve in curves if len(curve) >= LEAST]:
-            curve = max(curves, key=lambda curve: (lowest(curve)[1], len(curve)))
-            tried = " ".join(f"{rate:.2g}" for rate in curve.index)
-            rows.append((*key, tried, *lowest(curve), curve.min()))
-    return pd.DataFrame(rows, columns=[*WIDTH_AND_HORIZON, "moving", "tried", "best", "inside", "loss"])
+    for key, group in pd.DataFrame(_swept(cells)).groupby([*WIDTH_AND_HORIZON, "moving"]):
+        tables = [of.pivot_table("loss", "rate", "seed") for _, of in group.groupby("precision")]
+        if tables := [table for table in tables if SEED in table and table[SEED].count() >= LEAST]:
+            table = max(tables, key=lambda table: (lowest(table[SEED].dropna())[1], table[SEED].count()))
+            rows.append((*key, *_row(table)))
+    return pd.DataFrame(rows, columns=[*WIDTH_AND_HORIZON, "moving", "tried", "best", "inside", "seeds", "losses"])
+
+
+def _row(table: pd.DataFrame) -> tuple[Any, ...]:
+    """What is best in a table of losses by rate and seed."""
+    curve = table[SEED].dropna()
+    at_best = table.loc[curve.idxmin()].dropna()
+    tried, seeds = (" ".join(f"{value:.2g}" for value in values) for values in (curve.index, at_best.index))
+    return tried, *lowest(curve), seeds, " ".join(f"{loss:.4f}" for loss in at_best)
 
 
 def _swept(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Pretraining cells that differ in nothing but width, horizon, share, rate and precision."""
-    fits = (cells["task"] == "pretrain") & (cells["optimizer"] == "grass") & (cells["seed"] == SEED)
+    """Pretraining cells that differ in nothing but width, horizon, share, rate, seed and precision."""
+    fits = (cells["task"] == "pretrain") & (cells["optimizer"] == "grass")
     for row in cells[fits & cells["model"].isin(WIDTHS)].to_dict("records"):
         values = settings_of(row)
         whole, compact = values.get("rank") == "1.0", "compact" in values
@@ -74,6 +81,7 @@ def _swept(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
             yield {
                 "hidden": int(WIDTHS[row["model"]]),
                 "steps": int(row["steps"]),
+                "seed": int(row["seed"]),
                 "precision": "bf16" if "autocast" not in values else "float32",
                 "moving": 1.0 if whole else rank + float(values.get("explore", rank)),
                 "rate": RATE * float(values.get("scale", 1)),

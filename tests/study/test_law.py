@@ -48,7 +48,7 @@ def test_without_adamw_s_best_rate_there_is_no_multiple():
 
 
 def test_only_cells_of_the_law_count():
-    """Of two precisions the one with more rates; other seeds, options, methods and tasks do not count."""
+    """Of two precisions the one with more rates; other options, methods and tasks do not count."""
     half = "rank=0.125 explore=0.125 compact=True"
     cells = [
         *(cell("1m", f"scale={scale} {ADAMW}", loss) for scale, loss in ((0.5, 3.0), (0.25, 2.0), (0.125, 3.0))),
@@ -58,6 +58,7 @@ def test_only_cells_of_the_law_count():
         cell("1m", f"scale=0.25 {half}", 1.8),
         cell("1m", "scale=0.25 rank=0.25 explore=0.25 compact=True", 1.0),  # one rate alone
         cell("1m", f"scale=1.0 {half}", 0.0, seed="1"),
+        cell("1m", f"scale=0.5 {half}", 0.0, seed="2"),  # not at the best rate
         cell("1m", f"scale=1.0 {half} selection=balanced", 0.0),
         cell("1m", "scale=1.0 rank=0.1875 explore=0.0625 compact=True", 0.0),  # as many that move, but not r = q
         cell("1m", "scale=0.25 rank=0.125 explore=0.125", 0.0),  # dense mode
@@ -67,7 +68,8 @@ def test_only_cells_of_the_law_count():
     best = law.best_rates(pd.DataFrame(cells)).set_index("moving")
     assert best["tried"].to_dict() == {1.0: "0.0015 0.003 0.006", 0.25: "0.003 0.006 0.012"}
     assert best["inside"].to_dict() == {1.0: True, 0.25: False}
-    assert best.loc[0.25, "loss"] == 1.5
+    assert best["seeds"].to_dict() == {1.0: "0", 0.25: "0 1"}
+    assert best["losses"].to_dict() == {1.0: "2.0000", 0.25: "1.5000 0.0000"}
 
 
 def test_the_committed_law_is_that_of_the_committed_cells(tmp_path):
