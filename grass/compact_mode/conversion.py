@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +28,35 @@ from grass.selection.exploration import gradient_scale, reach, resolve_explore
 from grass.targets import Targets, matched_modules, report_coverage
 
 logger = logging.getLogger("grass")
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What layers are converted with, as given to :func:`compact`.
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: a value that is not allowed.
+    """
+
+    rank: int | float
+    explore: int | float | None
+    dim: int
+    dtype: torch.dtype | None
+    weights: str | None
+
+    def __post_init__(self) -> None:
+        check_value("rank", self.rank)
+        check_value("explore", self.explore)
+        rank, dim, dtype, weights = self.rank, self.dim, self.dtype, self.weights
+        if rank is None or dim not in (0, 1):
+            raise ValueError(
+                f"Invalid {rank=} or {dim=}: compact mode needs a rank, and dim must be 0 (rows) or 1 (columns)"
+            )
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"Invalid {dtype=}: must be a floating-point type, or None for the weight's own")
+        if weights not in (None, "int8"):
+            raise ValueError(f"Invalid {weights=}: must be 'int8', or None for the weights as they are")
 
 
 def compact(
@@ -84,44 +114,30 @@ def compact(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    _check_arguments(rank, explore, dim, dtype, weights)
+    wanted = _Wanted(rank, explore, dim, dtype, weights)
     report_rank(rank)
     check_convertible(model)
     check_not_wrapped(model)
     experts = experts_to_convert(model, targets, exclude, dim)
-    layers = {
-        name: model.get_submodule(name) for name in matched_modules(model, targets, exclude, may_be_none=bool(experts))
-    }
-    reasons = unconvertible(model)
-    ranks = {
-        name: _checked_ranks(name, layer, _size(layer, dim), rank, explore, dim, dtype, weights)
-        for name, layer in layers.items()
-        if convertible(name, layer, reasons)
-    }
-    experts_ranks = {
-        name: _checked_ranks(name, rows, rows.shape[dim] // rows.experts, rank, explore, dim, dtype, weights)
-        for name, rows in experts.items()
-    }
-    check_not_sharded({name: layers[name] for name in ranks})
-    if not ranks and not experts:
+    matched = matched_modules(model, targets, exclude, may_be_none=bool(experts))
+    reasons, layers = unconvertible(model), {name: model.get_submodule(name) for name in matched}
+    linear = {name: layer for name, layer in layers.items() if convertible(name, layer, reasons)}
+    counts = {name: _checked_counts(name, layer, wanted) for name, layer in (linear | experts).items()}
+    check_not_sharded(linear)
+    if not counts:
         raise ValueError(f"None of the layers matched can be converted: {', '.join(map(repr, layers))}")
     with _undone_on_failure(model, experts.values()):
-        for index, (name, layer_ranks) in enumerate(ranks.items()):
-            if not isinstance(layers[name], CompactLayer):
-                _become(layers[name], compact_class(layers[name]))
-                _convert(layers[name], name, *layer_ranks, dim, dtype, weights, (seed, index))
-        for index, (name, layer_ranks) in enumerate(experts_ranks.items(), len(ranks)):
-            rows = experts[name]
-            if not is_converted(rows):
-                rows.weight.requires_grad_(False)
-                r, q = (count * rows.experts for count in layer_ranks)
-                _convert(rows, name, r, q, dim, dtype, weights, (seed, index))
-                put_beside(model, rows)
+        for index, (name, (r, q)) in enumerate(counts.items()):
+            if name in experts:
+                _convert_experts(model, experts[name], name, r, q, wanted, (seed, index))
+            elif not isinstance(linear[name], CompactLayer):
+                _become(linear[name], compact_class(linear[name]))
+                _convert(linear[name], name, r, q, wanted, (seed, index))
     if calibration is not None:
         calibrate(model, calibration)
     every = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, CompactLayer))
     report_coverage(model, "converted", [_weight_name(name, layer) for name, layer in every])
-    return [*ranks, *experts_ranks]
+    return list(counts)
 
 
 def expand(model: nn.Module) -> list[str]:
@@ -241,50 +257,24 @@ def convertible(name: str, layer: Any, reasons: Mapping[str, str] = MappingProxy
     return True
 
 
-def _check_arguments(rank: Any, explore: Any, dim: Any, dtype: Any, weights: Any) -> None:
-    check_value("rank", rank)
-    check_value("explore", explore)
-    if rank is None or dim not in (0, 1):
-        raise ValueError(
-            f"Invalid {rank=} or {dim=}: compact mode needs a rank, and dim must be 0 (rows) or 1 (columns)"
-        )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"Invalid {dtype=}: must be a floating-point type, or None for the weight's own")
-    if weights not in (None, "int8"):
-        raise ValueError(f"Invalid {weights=}: must be 'int8', or None for the weights as they are")
-
-
 def _weight_name(name: str, layer: CompactLayer) -> str:
     """What a converted layer is called: its own name, or that of the experts' weight that it stands beside."""
     return layer.label if isinstance(layer, ExpertRows) else name
 
 
 def _size(layer: Any, dim: int) -> int:
-    """Rows or columns of a layer."""
+    """Rows or columns to select from: of a layer, of each expert, in each stratum."""
+    if isinstance(layer, ExpertRows):
+        return layer.shape[dim] // layer.experts
     cls: Any = type(layer) if isinstance(layer, CompactLayer) else compact_class(layer)
     return int(layer.weight.shape[dim ^ cls.stores_transposed]) // strata_of(layer, dim)
 
 
-def _checked_ranks(
-    name: str,
-    layer: Any,
-    size: int,
-    rank: int | float,
-    explore: int | float | None,
-    dim: int,
-    dtype: torch.dtype | None,
-    weights: str | None,
-) -> tuple[int, int]:
-    """Numbers of rows that a layer selects and explores, of each expert and in each stratum, after checks.
-
-    Args:
-        name: of the layer.
-        layer: plain or converted.
-        size: rows to select from.
-        rank: as given to :func:`compact`, as are ``explore``, ``dim``, ``dtype`` and ``weights``.
-    """
-    _check_precision(name, layer.weight.dtype, dtype, weights)
-    rank, explore = of_stratum(layer, rank, explore, dim, weights)
+def _checked_counts(name: str, layer: Any, wanted: _Wanted) -> tuple[int, int]:
+    """Numbers of rows that a plain or converted layer selects and explores, of each expert and in each stratum."""
+    dim, size = wanted.dim, _size(layer, wanted.dim)
+    _check_precision(name, layer.weight.dtype, wanted.dtype, wanted.weights)
+    rank, explore = of_stratum(layer, wanted.rank, wanted.explore, dim, wanted.weights)
     resolved = resolve_rank(rank, size)
     if resolved > size:
         raise ValueError(f"Invalid {rank=}: must be a fraction in (0, 1] or an integer up to {size} ({name!r}, {dim=})")
@@ -296,7 +286,7 @@ def _checked_ranks(
     if isinstance(layer, CompactLayer) and is_converted(layer):
         r, q = (count // layer.experts for count in layer.counts())
         was = r, layer.dim, q, layer.active.dtype, layer.weights
-        asked = resolved, dim, explored, dtype or layer.active.dtype, weights
+        asked = resolved, dim, explored, wanted.dtype or layer.active.dtype, wanted.weights
         if was != asked:
             form = "rank={}, dim={}, explore={}, dtype={}, weights={!r}"
             given, now = (form.format(*values) for values in (was, asked))
@@ -316,18 +306,20 @@ def _become(layer: Any, cls: type[CompactLayer] | None) -> None:
     layer.__class__ = cls
 
 
-def _convert(
-    layer: Any,
-    name: str,
-    rank: int,
-    explored: int,
-    dim: int,
-    dtype: torch.dtype | None,
-    weights: str | None,
-    first_draw: tuple[int, int],
+def _convert_experts(
+    model: nn.Module, rows: ExpertRows, name: str, r: int, q: int, wanted: _Wanted, first_draw: tuple[int, int]
 ) -> None:
+    """Make active rows of all experts, ``r`` and ``q`` of each, unless they are there."""
+    if not is_converted(rows):
+        rows.weight.requires_grad_(False)
+        _convert(rows, name, r * rows.experts, q * rows.experts, wanted, first_draw)
+        put_beside(model, rows)
+
+
+def _convert(layer: Any, name: str, rank: int, explored: int, wanted: _Wanted, first_draw: tuple[int, int]) -> None:
     """Choose the first rows of a layer and make them a parameter."""
-    if weights == "int8":
+    dim = wanted.dim
+    if wanted.weights == "int8":
         layer.storage = Int8Storage()
     matrix = layer.as_matrix(local(layer.weight).detach().contiguous())
     seed, position = first_draw
@@ -341,7 +333,7 @@ def _convert(
     )
     layer.chosen.copy_(layer.draw_first())
     rows = layer.active_projector().gather(matrix).contiguous()
-    layer.active = layer.as_parameter(rows.to(dtype or (torch.float32 if layer.weights else matrix.dtype)))
+    layer.active = layer.as_parameter(rows.to(wanted.dtype or (torch.float32 if layer.weights else matrix.dtype)))
     layer.storage.store(layer, matrix)
     layer.mark_synced()
     LAYERS.add(layer)
