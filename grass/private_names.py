@@ -89,6 +89,16 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def is_saved_by_its_maker(x: Tensor) -> bool:
+    """Whether the operation that computed ``x``, which may be a view of its result, keeps that for backward, as ReLU.
+
+    For: layers that need some columns of their input, which save the whole where it is kept anyway. Without it: nets
+    with ReLU, Tanh or Sigmoid would save these columns besides.
+    """
+    maker = (x if x._base is None else x._base).grad_fn
+    return maker is not None and hasattr(type(maker), "_saved_result")
+
+
 def check_accumulates(node: Any) -> None:
     """Raise ``RuntimeError`` if a node that accumulates a gradient belongs to inputs of ``torch.autograd.grad``.
 

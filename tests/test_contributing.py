@@ -68,7 +68,7 @@ def test_functions_exist(title):
 def test_folders_of_the_path_hold_what_is_named_with_them():
     for name, folder in (
         ("CompactLinear", "compact_mode"),
-        ("picked_product", "compact_mode"),
+        ("sketch_product", "compact_mode"),
         ("OptimizerStep", "stepping"),
         ("step_active", "stepping"),
         ("step_rows", "stepping"),

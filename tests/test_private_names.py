@@ -284,6 +284,14 @@ def test_gradient_hooks():
     assert private_names.gradient_hooks(p) == []
 
 
+def test_is_saved_by_its_maker():
+    x = torch.randn(4, 6, requires_grad=True)
+    kept = [torch.relu(x), torch.relu_(x * 1), x.tanh(), x.sigmoid(), x.softmax(-1), x.relu().view(2, 12), x.relu()[1:]]
+    assert all(private_names.is_saved_by_its_maker(y) for y in kept)
+    others = [x, x.detach(), x * 2, torch.nn.functional.gelu(x), torch.nn.functional.linear(x, x), x.view(24)]
+    assert not any(private_names.is_saved_by_its_maker(y) for y in others)
+
+
 def test_set_steps_with_scaler():
     """``GradScaler`` then calls ``step()`` with an overflow, and tells it so."""
     found = []

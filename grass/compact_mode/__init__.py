@@ -6,7 +6,8 @@ what                       does                                         with
 ``CompactLayer``           is a converted layer, as                     ``ActiveRows``: where its rows are in the
                            ``CompactLinear`` or ``CompactConv1D``       weight; ``ExploredViews`` of them;
                                                                         ``_Layers``: all there are; ``_Derived``:
-                                                                        subclasses of linear layers
+                                                                        subclasses of linear layers; ``_Wanted``: what
+                                                                        it is converted with
 ``SyncedRows``             keeps weight and active rows in agreement    ``Listener``, ``LastChange``: who hears of it
 ``CompactLinearFunction``  computes the gradients of active rows
 ``ExpertRows``             converts a weight of experts                 ``_ExpertFunction``

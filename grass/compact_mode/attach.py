@@ -52,8 +52,9 @@ def attach(
         optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad and p.ndim == 2])
         attachment = grass.attach(optimizer, model)
 
-    State tensors in the shape of the active rows are zeroed at a refresh (``state_policy="reset"``), or kept for rows
-    that are selected again (``"keep"``). The optimizer's own step counts go on.
+    State tensors with an entry for each active row, or in their shape, are zeroed at a refresh
+    (``state_policy="reset"``), or kept for rows that are selected again (``"keep"``). The optimizer's own step counts
+    go on. Adafactor's second moment of a row that is new begins with the mean square of the row's gradient.
 
     Explored rows (:mod:`grass.selection.exploration`) do not move by the optimizer's rule. They move against their
     gradient (``maximize=True``: along it), as far as the optimizer moves selected rows. Its state for them is zeroed in
@@ -187,6 +188,8 @@ class Attachment:
             layer.drop_gradient()
             if layer.reach:
                 self._before[position] = layer.rows().clone()
+            if isinstance(optimizer, torch.optim.Adafactor):
+                _begin_variances(optimizer.state.get(layer.active, {}), layer)
 
     def _check_added(self, optimizer: Optimizer) -> None:
         """Refuse active rows that the optimizer has got since, which would be neither written back nor refreshed."""
@@ -256,9 +259,11 @@ class Attachment:
         ]
 
     def _state_of_rows(self, layer: CompactLayer) -> list[Tensor]:
-        """This rank's part of the optimizer's state tensors that have the shape of the active rows."""
-        values = self.optimizer.state.get(layer.active, {}).values()
-        return [local(value) for value in values if isinstance(value, Tensor) and value.shape == layer.active.shape]
+        """This rank's part of the optimizer's state tensors that have an entry, or as many as it has, for each row."""
+        (length, others), values = _lengths(layer.active, layer), self.optimizer.state.get(layer.active, {}).values()
+        matrices = (value for value in values if isinstance(value, Tensor) and value.ndim == 2)
+        shapes = {(length, others), (length, 1)}
+        return [local(value) for value in matrices if _lengths(value, layer) in shapes]
 
     def _group_of(self, layer: CompactLayer) -> dict[str, Any]:
         """The optimizer's group that holds the active rows."""
@@ -317,6 +322,19 @@ def _skipped(optimizer: Optimizer) -> bool:
     """Whether ``GradScaler`` has told the optimizer, which then stepped nothing, that a gradient overflowed."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
+
+
+def _lengths(matrix: Tensor, layer: CompactLayer) -> tuple[int, int]:
+    """How many rows of the layer's kind a matrix has, and how long they are."""
+    return matrix.shape[layer.dim], matrix.shape[1 - layer.dim]
+
+
+def _begin_variances(state: State, layer: CompactLayer) -> None:
+    """Give rows without a second moment in Adafactor's state that of their gradient: its averages know no ages."""
+    variances, grad = state.get("col_var" if layer.dim == 1 else "row_var"), layer.active.grad
+    if variances is not None and grad is not None:
+        squares = grad.square().mean(1 - layer.dim, keepdim=True)
+        variances.copy_(torch.where(variances == 0, squares, variances))
 
 
 def _parameters_of(optimizer: Optimizer) -> int:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grass.compact_mode.products import inner_product, picked_product, sketch_product
+from grass.compact_mode.products import inner_product, sketch_product
 from grass.compact_mode.weight_codes import decode_weight
 from grass.kernels.layout import select_columns
+from grass.private_names import is_saved_by_its_maker
 from grass.state.master import is_half
 
 _T = TypeVar("_T")
@@ -26,8 +27,8 @@ NO_SECOND_DERIVATIVE = (
 class CompactLinearFunction(torch.autograd.Function):
     """``x W^T + b``, and what backward keeps of ``x``. :mod:`grass.compact_mode.layer` has the formulas.
 
-    For columns that is ``x[..., chosen]``. As a second result it is part of the graph, so that second derivatives find
-    their way through it to ``x``. The weight itself gets no gradient.
+    For columns that is ``x[..., chosen]``, or ``x`` where it is kept anyway. The columns are a second result and so
+    part of the graph: second derivatives find their way through them to ``x``. The weight itself gets no gradient.
     """
 
     @staticmethod
@@ -47,7 +48,8 @@ class CompactLinearFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """Multiply by the weight; save ``x``, or its chosen columns if that is all that backward needs."""
         compiling = torch.compiler.is_compiling()
-        columns = select_columns(x, chosen) if dim == 1 and sketch is None else None
+        whole = dim == 0 or sketch is not None or (not compiling and is_saved_by_its_maker(x))
+        columns = None if whole else select_columns(x, chosen)
         ctx.dim, ctx.active_dtype, ctx.rank, ctx.gradient_scale = dim, active.dtype, rank, gradient_scale
         ctx.narrow, ctx.sketching, ctx.shape = columns is not None, sketch is not None, x.shape
         ctx.active = None if compiling else active
@@ -86,10 +88,15 @@ class CompactLinearFunction(torch.autograd.Function):
 def _gradient_of_rows(ctx: Any, g: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
     """The gradient of the active rows, of ``g (b, m)`` and what was saved of ``x``."""
     if ctx.dim == 0:
-        rows = picked_product(g, chosen, x)
-    else:
-        rows = inner_product(g, x) if ctx.narrow else picked_product(x, chosen, g).t()
+        rows = inner_product(_picked(g, chosen), x)
+    else:  # gathering inside of the product would read all of x again for every block of its columns
+        rows = inner_product(g, x if ctx.narrow else _picked(x, chosen))
     return rows.to(ctx.active_dtype) if ctx.gradient_scale == 1.0 else scale_explored(rows, ctx)
+
+
+def _picked(a: Tensor, indices: Tensor) -> Tensor:
+    """``a[:, indices]``, differentiable where a second derivative is taken."""
+    return a[:, indices] if torch.is_grad_enabled() else select_columns(a, indices)
 
 
 @functools.lru_cache(maxsize=256)

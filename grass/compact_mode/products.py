@@ -7,19 +7,10 @@ from torch import Tensor
 
 from grass import kernels
 from grass.kernels.dispatch import runs_triton
-from grass.kernels.layout import select_columns
 from grass.private_names import has_onednn_linear, onednn_linear
 
 ONEDNN_FROM = 4_000_000
 """Multiplications from which oneDNN is faster than the default BLAS; below it, its set-up costs more."""
-
-
-def picked_product(a: Tensor, indices: Tensor, b: Tensor) -> Tensor:
-    """``a[:, indices]^T b``: ``(t, k), (t, l) -> (r, l)``.
-
-    Gathering inside of the product would read the scattered operand again for every block of its columns.
-    """
-    return inner_product(a[:, indices] if torch.is_grad_enabled() else select_columns(a, indices), b)
 
 
 def sketch_product(kept: Tensor, mixed: Tensor, signs: Tensor | None) -> Tensor:

@@ -58,9 +58,7 @@ def test_trains(make: Make) -> None:
     assert all(rows != old for rows, old in zip(selections(model), first, strict=True))
 
 
-@pytest.mark.parametrize(
-    "make", [OPTIMIZERS["SGD"], OPTIMIZERS["Muon"], OPTIMIZERS["AdamW"]], ids=["SGD", "Muon", "AdamW"]
-)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dim", DIMS)
 def test_all_rows_are_the_plain_model(make: Make, dim: int) -> None:
     """At full rank without a refresh, or with moments kept, it is that optimizer on the plain model."""
@@ -76,6 +74,28 @@ def test_all_rows_are_the_plain_model(make: Make, dim: int) -> None:
         tolerance = 1e-2 if isinstance(optimizer, torch.optim.Muon) else 1e-11
         for name, layer in compact_layers(model).items():
             assert relative_difference(layer.weight, plain.get_submodule(name).weight) < tolerance, name
+
+
+@pytest.mark.parametrize("explore", [0, 4])
+@pytest.mark.parametrize("policy", ["reset", "keep"])
+@pytest.mark.parametrize("dim", DIMS)
+def test_adafactor_s_new_rows_move_as_far_as_others(dim: int, policy: str, explore: int) -> None:
+    """Gradients of rows differ by 10^3, which its second moments take out: also of rows that were selected just now."""
+    scales = torch.tensor([10.0 ** (i % 4 - 2) for i in range(16)])
+    layer = nn.Linear(16, 16, bias=False)
+    grass.compact(layer, rank=4, explore=explore, dim=dim)
+    optimizer = torch.optim.Adafactor([layer.active], lr=1e-3)
+    grass.attach(optimizer, layer, update_interval=5, state_policy=policy)
+    generator, moved = torch.Generator().manual_seed(0), []
+    for _ in range(6):
+        before, rows = layer.weight.detach().clone(), layer.selected.clone()
+        optimizer.zero_grad()
+        factors = scales if dim == 1 else scales.unsqueeze(1)
+        gradient = factors * torch.randn(16, 16, generator=generator)
+        layer(torch.eye(16)).backward(gradient.t())
+        optimizer.step()
+        moved.append((layer.weight.detach() - before).abs().mean(1 - dim)[rows])
+    assert 0.2 < moved[-1].min() / moved[-1].max() < 1
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -165,6 +165,28 @@ def test_columns_save_only_the_selected_inputs() -> None:
             assert saved_bytes(layer, x) == 0
 
 
+@pytest.mark.parametrize("maker", [torch.relu, torch.tanh, torch.sigmoid, lambda x: torch.relu(x).view(4, 8, 24)])
+def test_an_input_that_its_maker_keeps_is_saved_once(maker: Callable[[Tensor], Tensor]) -> None:
+    """It takes no memory then, and the gradient is that of saved columns, bit for bit."""
+    layer = nn.Linear(24, 40)
+    grass.compact(layer, rank=3)
+    gradients = []
+    for keeps in (True, False):
+        start = torch.randn(32, 24, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        x = maker(start) if keeps else maker(start) * 1.0  # a product does not keep its result
+        living = x.untyped_storage().data_ptr()
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):  # noqa: B023
+            y = layer(x)
+        assert any(t.untyped_storage().data_ptr() == living for t in saved) == keeps
+        assert any(t.shape[-1] == 6 and t.is_floating_point() for t in saved) != keeps
+        y.square().sum().backward()
+        gradients.append((layer.active.grad, start.grad))
+        layer.active.grad = None
+    for kept, picked in zip(*gradients, strict=True):
+        assert torch.equal(kept, picked)
+
+
 def test_without_gradients_nothing_is_gathered() -> None:
     """Evaluation costs what the plain layer costs."""
     with torch.profiler.profile() as plain:

@@ -1,0 +1,114 @@
+"""Losses of another kind of model: a residual MLP that predicts a byte from the eight before it.
+
+    python scripts/study/residual_mlp.py     # benchmarks/quality/residual_mlp.csv, half an hour on one core
+
+Compact mode is put beside AdamW by changing one line, as ``docs/from-adamw.md`` says: one learning rate for all
+parameters, ``scale="auto"``, embedding and head at full rank. Four blocks of hidden size 96, GELU, float32, 300 steps
+of 256 bytes of the standard library, no decay, constant rates. The loss is the mean of the last 50 steps' training
+losses. Rates run with the first seed; the other seeds run at the rate that is best for most methods.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW, Optimizer
+
+sys.path.append(str(Path(__file__).parents[1]))
+from provenance import write
+
+import grass
+from grass.command_line import ArgumentParser
+
+BEFORE, STEPS, BATCH, LAST = 8, 300, 256, 50
+RATES, OTHER_SEEDS, AT_BEST = (1e-3, 2e-3, 4e-3, 8e-3), (1, 2), 4e-3
+METHODS: dict[str, float | None] = {"AdamW": None, "r = q = n/4": 0.25, "r = q = n/8": 0.125, "r = q = n/16": 0.0625}
+"""Ranks; ``None`` trains with torch's AdamW."""
+
+
+class ResidualMLP(nn.Module):
+    """Embeddings of the bytes before, side by side, and four blocks."""
+
+    def __init__(self, hidden: int = 96, blocks: int = 4) -> None:
+        super().__init__()
+        widths = [BEFORE * hidden, *[hidden] * (blocks - 1)]
+        self.embedding = nn.Embedding(256, hidden)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in widths)
+        self.up = nn.ModuleList(nn.Linear(width, hidden) for width in widths)
+        self.down = nn.ModuleList(nn.Linear(hidden, hidden) for _ in widths)
+        self.lm_head = nn.Linear(hidden, 256)
+
+    def forward(self, before: Tensor) -> Tensor:
+        """``before (batch, 8)`` -> logits ``(batch, 256)``."""
+        x = self.embedding(before).flatten(1)
+        for block, (norm, up, down) in enumerate(zip(self.norms, self.up, self.down, strict=True)):
+            y = down(F.gelu(up(norm(x))))
+            x = y if block == 0 else x + y
+        return self.lm_head(x)  # type: ignore[no-any-return]
+
+
+def optimizer_of(model: nn.Module, rank: float | None, lr: float) -> Optimizer:
+    if rank is None:
+        return AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    grass.compact(model, rank=rank)
+    return grass.GrassAdamW(model, lr=lr, weight_decay=0.0)
+
+
+def batches(text: Tensor, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(text) - BEFORE, (BATCH, 1), generator=generator)
+        window = text[starts + torch.arange(BEFORE + 1)].long()
+        return window[:, :BEFORE], window[:, BEFORE]
+
+    return draw
+
+
+def train(text: Tensor, rank: float | None, lr: float, seed: int, steps: int = STEPS) -> float:
+    """Mean loss of the last steps."""
+    torch.manual_seed(seed)
+    model, draw = ResidualMLP(), batches(text, seed)
+    optimizer, losses = optimizer_of(model, rank, lr), list[float]()
+    for _ in range(steps):
+        before, target = draw()
+        loss = F.cross_entropy(model(before), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return statistics.fmean(losses[-LAST:])
+
+
+def standard_library() -> Tensor:
+    """The files of the top folder, one after the other."""
+    files = sorted(Path(statistics.__file__).parent.glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    default = Path(__file__).parents[2] / "benchmarks" / "quality" / "residual_mlp.csv"
+    parser.add_argument("--csv", type=Path, default=default)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    text, rows = standard_library(), []
+    runs = [(0, lr) for lr in RATES] + [(seed, AT_BEST) for seed in OTHER_SEEDS]
+    for name, rank in METHODS.items():
+        for seed, lr in runs:
+            loss = train(text, rank, lr, seed, args.steps)
+            rows.append({"method": name, "lr": lr, "seed": seed, "loss": loss})
+            print(rows[-1], flush=True)
+    write(pd.DataFrame(rows), args.csv, steps=args.steps)
+
+
+if __name__ == "__main__":
+    main()
