@@ -61,6 +61,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "law_fit": exploring.law_fit,
     "law_losses": exploring.law_losses,
     "long_runs": exploring.long_runs,
+    "residual_mlp": exploring.residual_mlp,
     "law": partial(exploring.law, "270"),
     "law_short": partial(exploring.law, "540"),
     "law_full": partial(exploring.law, "2150"),

@@ -197,6 +197,16 @@ def _best_of(rows: list[Row]) -> str:
     return _by_seed(final([row for row in rows if row["settings"] == best], "2150")) + note
 
 
+def residual_mlp() -> str:
+    """Losses of ``residual_mlp.csv`` by method and rate, in the order of the seeds."""
+    losses: dict[str, dict[str, list[float]]] = {}
+    for row in read("residual_mlp.csv"):
+        losses.setdefault(row["method"], {}).setdefault(row["lr"], []).append(float(row["loss"]))
+    rates = sorted({rate for by_rate in losses.values() for rate in by_rate}, key=float)
+    lines = ([method, *(_by_seed(by_rate[rate]) for rate in rates)] for method, by_rate in losses.items())
+    return table(["method", *(f"lr = {rate}" for rate in rates)], lines)
+
+
 def widest() -> str:
     """Every method on the widest model, at the best of its rates of the linear layers: loss, memory and time.
 
