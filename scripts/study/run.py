@@ -5,9 +5,9 @@
     python scripts/study/run.py --grid my.yaml --results my.csv
     python scripts/study/run.py --grid benchmarks/gpu/grid.yaml --device cuda --workers 8    # on one GPU
 
-Stop it at any time, also with SIGKILL: only the cells in flight are lost, and the same command goes on. When all cells
-have ended the grid is read again: what was added to it meanwhile is run too, and brackets go on. ``--out`` has what
-cells print.
+Stop it at any time, also with SIGKILL: the same command goes on, pretraining from the last evaluation of the cells in
+flight. When all cells have ended the grid is read again: what was added to it meanwhile is run too, and brackets go on.
+``--out`` has what cells print, and their checkpoints until they end.
 """
 
 from __future__ import annotations
@@ -85,20 +85,20 @@ def train(
     torch.set_num_threads(threads)
     loaded = load_grid(Path(grid), Results(Path(results)).losses())
     cell = next(cell for cell in loaded.cells if cell.key == tuple(key[name] for name in KEY))
-    values = run_cell(cell, loaded, Path(base), on)
+    values = run_cell(cell, loaded, Path(base), folder, on)
     if values is None:
         raise SystemExit(os.EX_TEMPFAIL)
     Results(Path(results)).append(cell, values)
     yield from enumerate((float(values[name]) for name in CURVE), 1)
 
 
-def run_cell(cell: Cell, grid: Grid, base: Path, device: str = "cpu") -> dict[str, Any] | None:
+def run_cell(cell: Cell, grid: Grid, base: Path, folder: Path, device: str = "cpu") -> dict[str, Any] | None:
     """Train; the values of the cell's row, or ``None`` if a signal stopped it before the last step.
 
-    Finetuning starts from the model in the directory ``base``, which is made if it is not there, on the CPU.
+    Pretraining keeps its checkpoints in ``folder``. Finetuning starts from the model in the directory ``base``, which is made if it is not there, on the CPU.
     """
     if cell.task == "pretrain":
-        values = pretrain(cell, grid.data, device)
+        values = pretrain(cell, grid.data, folder, device)
     else:
         from finetuning import finetune  # needs datasets, which pretraining does not
 

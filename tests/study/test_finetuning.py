@@ -188,11 +188,11 @@ def test_a_signal_leaves_no_row(base, monkeypatch):
 def test_a_missing_base_is_made_for_finetuning_alone(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(study, "ensure_base", lambda path: asked.append(path) or path)
-    monkeypatch.setattr(study, "pretrain", lambda cell, data, device: {"loss_100": 1})
+    monkeypatch.setattr(study, "pretrain", lambda cell, data, folder, device: {"loss_100": folder})
     monkeypatch.setattr(finetuning, "finetune", lambda cell, config, base: {"loss_100": config, "accuracy": base})
     grid = Grid(data=DataConfig(), finetuning=CONFIGS, studies=())
-    assert study.run_cell(cell("pretrain"), grid, tmp_path)["loss_100"] == 1
+    assert study.run_cell(cell("pretrain"), grid, tmp_path, tmp_path / "cell")["loss_100"] == tmp_path / "cell"
     assert asked == []
-    values = study.run_cell(cell("instruct"), grid, tmp_path)
+    values = study.run_cell(cell("instruct"), grid, tmp_path, tmp_path / "cell")
     assert (values["loss_100"], values["accuracy"]) == (CONFIGS["instruct"], tmp_path)
     assert asked == [tmp_path]

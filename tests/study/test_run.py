@@ -11,6 +11,7 @@ from pretraining import pretrain
 from results import CURVE, KEY, Results
 
 from tests.conftest import SCRIPTS
+from training.run.loop import Trainer
 
 
 def options(tmp_path):
@@ -27,28 +28,48 @@ def rows(tmp_path):
     return pd.read_csv(tmp_path / "cells.csv", dtype=str)
 
 
-def test_a_cell_trains_and_reports(grid_file):
+def test_a_cell_trains_and_reports(grid_file, tmp_path):
     grid = load_grid(grid_file)
-    adamw, grass = (pretrain(grid.cells[i], grid.data) for i in (1, 3))
+    adamw, grass = (pretrain(grid.cells[i], grid.data, tmp_path / str(i)) for i in (1, 3))
     assert adamw["tokens"] == grass["tokens"] == 10 * 16
     assert grass["state_bytes"] < adamw["state_bytes"]
     for values in (adamw, grass):
         curve = [float(values[f"loss_{percent}"]) for percent in range(10, 101, 10)]
         assert 2 < curve[-1] < curve[0] < 6
-    assert pretrain(grid.cells[3], grid.data) == grass
+    assert pretrain(grid.cells[3], grid.data, tmp_path / "again") == grass
+    assert not list(tmp_path.glob("*/checkpoints"))
 
 
-def test_weights_in_bfloat16(grid_file):
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_cell_goes_on_where_it_was_interrupted(grid_file, tmp_path, monkeypatch, number):
+    grid, evaluate = load_grid(grid_file), Trainer.evaluate
+
+    def interrupted(self):
+        if self.step == 7:
+            raise KeyboardInterrupt
+        return evaluate(self)
+
+    whole = pretrain(grid.cells[number], grid.data, tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "evaluate", interrupted)
+        pretrain(grid.cells[number], grid.data, tmp_path / "parts")
+    evaluated = []
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: (evaluated.append(self.step), evaluate(self))[1])
+    assert pretrain(grid.cells[number], grid.data, tmp_path / "parts") == whole
+    assert evaluated == [7, 8, 9, 10]
+
+
+def test_weights_in_bfloat16(grid_file, tmp_path):
     grid = load_grid(grid_file)
     cell = dataclasses.replace(grid.cells[1], autocast=False)
-    half = pretrain(dataclasses.replace(cell, bf16_weights=True), grid.data)
-    assert half["gradient_bytes"] == pretrain(cell, grid.data)["gradient_bytes"] // 2
+    half = pretrain(dataclasses.replace(cell, bf16_weights=True), grid.data, tmp_path / "half")
+    assert half["gradient_bytes"] == pretrain(cell, grid.data, tmp_path / "float32")["gradient_bytes"] // 2
     assert 2 < float(half["loss_100"]) < float(half["loss_10"]) < 6
 
 
-def test_gradients_far_below_eps_move_nothing(grid_file):
+def test_gradients_far_below_eps_move_nothing(grid_file, tmp_path):
     grid = load_grid(grid_file)
-    values = pretrain(dataclasses.replace(grid.cells[1], clip=1e-12), grid.data)
+    values = pretrain(dataclasses.replace(grid.cells[1], clip=1e-12), grid.data, tmp_path)
     assert float(values["loss_100"]) == pytest.approx(float(values["loss_10"]), abs=2e-3)
 
 
@@ -67,16 +88,16 @@ def started(tmp_path, cell):
 def test_a_trial_appends_the_row_of_its_cell(tmp_path, grid_file, monkeypatch):
     values = {name: f"{1 / (1 + i):.4f}" for i, name in enumerate(CURVE)}
     asked = []
-    monkeypatch.setattr(study, "run_cell", lambda cell, grid, base, device: asked.append((cell, base)) or values)
+    monkeypatch.setattr(study, "run_cell", lambda cell, grid, *where: asked.append((cell, *where)) or values)
     cell = load_grid(grid_file).cells[3]
     yielded = list(started(tmp_path, cell))
     assert yielded == [(i + 1, float(value)) for i, value in enumerate(values.values())]
-    assert asked == [(cell, tmp_path / "base")]
+    assert asked == [(cell, tmp_path / "base", tmp_path, "cpu")]
     assert Results(tmp_path / "cells.csv").losses().keys() == {cell.key}
 
 
 def test_a_stopped_cell_leaves_no_row(tmp_path, grid_file, monkeypatch):
-    monkeypatch.setattr(study, "run_cell", lambda cell, grid, base, device: None)
+    monkeypatch.setattr(study, "run_cell", lambda *_: None)
     with pytest.raises(SystemExit):
         list(started(tmp_path, load_grid(grid_file).cells[0]))
     assert not (tmp_path / "cells.csv").exists()
