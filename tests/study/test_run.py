@@ -50,9 +50,10 @@ def test_a_cell_goes_on_where_it_was_interrupted(grid_file, tmp_path, monkeypatc
         return evaluate(self)
 
     whole = pretrain(grid.cells[number], grid.data, tmp_path / "whole")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Trainer, "evaluate", interrupted)
-        pretrain(grid.cells[number], grid.data, tmp_path / "parts")
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(grid.cells[number], grid.data, tmp_path / "parts")
     evaluated = []
     monkeypatch.setattr(Trainer, "evaluate", lambda self: (evaluated.append(self.step), evaluate(self))[1])
     assert pretrain(grid.cells[number], grid.data, tmp_path / "parts") == whole
