@@ -95,8 +95,8 @@ def train(
 def run_cell(cell: Cell, grid: Grid, base: Path, folder: Path, device: str = "cpu") -> dict[str, Any] | None:
     """Train; the values of the cell's row, or ``None`` if a signal stopped it before the last step.
 
-    Pretraining keeps its checkpoints in ``folder``. Finetuning starts from the model in the directory ``base``, which is
-    made if it is not there, on the CPU.
+    Pretraining keeps its checkpoints in ``folder``. Finetuning starts from the model in the directory ``base``, which
+    is made if it is not there, on the CPU.
     """
     if cell.task == "pretrain":
         values = pretrain(cell, grid.data, folder, device)
