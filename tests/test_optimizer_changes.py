@@ -206,6 +206,20 @@ def test_a_graph_from_before_the_step_is_refused(mode: str, offload: grass.Offlo
         second.backward()
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_graph_from_before_the_step_is_refused_in_words(autocast: bool) -> None:
+    """Of one layer only the columns have changed: PyTorch would name a tensor of indices."""
+    model = nn.Linear(8, 8)
+    grass.compact(model, rank=2)
+    optimizer = GrassAdamW(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        first, second = (model(torch.randn(4, 8)).square().mean() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"changed, as by optimizer.step\(\): call it before"):
+        second.backward()
+
+
 WRONG: dict[str, tuple[str, Any, str]] = {
     "decay": ("decay", "ALL", r"Invalid decay='ALL': must be one of 'selected', 'all'"),
     "betas": ("betas", (1.5, 2), r"Invalid betas=\(1\.5, 2\): must be two numbers in \[0, 1\)"),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from grass.compact_mode.grouped import experts_of_tokens, grouped_inner_product, grouped_product
 from grass.compact_mode.layer import CompactLayer
-from grass.compact_mode.linear_function import differentiable_once
+from grass.compact_mode.linear_function import differentiable_once, saved_of
 from grass.compact_mode.weight_codes import decode_weight
 from grass.coverage import EXPERT_ROWS
 from grass.parallel.shards import is_sharded, local
@@ -240,7 +240,7 @@ class _ExpertFunction(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, active rows and sketch."""
-        x, weight, scale, ends, indices, signs = ctx.saved_tensors
+        x, weight, scale, ends, indices, signs = saved_of(ctx)
         layer, grad_x, grad = ctx.layer, None, grad.contiguous()  # that of a sum has no strides
         if ctx.needs_input_grad[0]:
             grad_x = grouped_product(grad, layer.matrices(weight, scale, grad.dtype).transpose(1, 2), ends)

@@ -65,7 +65,7 @@ class CompactLinearFunction(torch.autograd.Function):
 
         ``grad_columns`` is ``None`` unless a second derivative is taken.
         """
-        x, weight, scale, chosen, signs = ctx.saved_tensors
+        x, weight, scale, chosen, signs = saved_of(ctx)
         if torch.is_grad_enabled() and ctx.active is None:
             raise RuntimeError(NO_SECOND_DERIVATIVE)
         grad_x = grad_bias = rows = grad_sketch = None
@@ -83,6 +83,23 @@ class CompactLinearFunction(torch.autograd.Function):
                 with torch.no_grad():
                     grad_sketch = sketch_product(g, x, signs) if ctx.dim == 0 else sketch_product(x, g, signs)
         return grad_x, None, None, grad_bias, rows, None, None, None, None, grad_sketch, None
+
+
+def saved_of(ctx: Any) -> tuple[Any, ...]:
+    """What forward has saved.
+
+    Raises:
+        RuntimeError: weight or columns have changed since.
+    """
+    try:
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            "backward() comes after the weight or the active columns of a converted layer were changed, as by "
+            f"optimizer.step(): call it before, or compute the loss again. PyTorch says: {error}"
+        ) from error
 
 
 def _gradient_of_rows(ctx: Any, g: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
