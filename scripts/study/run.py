@@ -3,6 +3,7 @@
     python scripts/study/run.py                                  # benchmarks/quality/: grid.yaml -> cells.csv
     python scripts/study/run.py --workers 2                      # two cells at a time, of one thread each
     python scripts/study/run.py --grid my.yaml --results my.csv
+    python scripts/study/run.py --study law widest               # those alone
     python scripts/study/run.py --grid benchmarks/gpu/grid.yaml --device cuda --workers 8    # on one GPU
 
 Stop it at any time, also with SIGKILL: the same command goes on, pretraining from the last evaluation of the cells in
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--grid", type=Path, default=DIRECTORY / "grid.yaml")
     parser.add_argument("--results", type=Path, help="default: cells.csv beside the grid")
+    parser.add_argument("--study", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--out", type=Path, default=Path("runs/study/sweep"), help="journals and logs of the cells")
     parser.add_argument("--base", type=Path, default=BASE, help="model to finetune, made if it is not there")
     parser.add_argument("--workers", type=int, default=1, help="processes")
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     trial = partial(train, grid=str(args.grid), results=str(results), **options)
     devices, failed = [f"cpu:{i}" for i in range(args.workers)], list[dict[str, Any]]()
     try:
-        while not failed and (cells := cells_without_row(args.grid, results)):
+        while not failed and (cells := cells_without_row(args.grid, results, args.study)):
             keys = [dict(zip(KEY, cell.key, strict=True)) for cell in cells]
             table = grass.sweep.run(
                 trial, keys, out=args.out, steps=CURVE_POINTS, devices=devices, seconds=in_order, retry=True
@@ -64,10 +66,18 @@ def main(argv: list[str] | None = None) -> int:
     return int(bool(failed))
 
 
-def cells_without_row(grid: Path, results: Path) -> list[Cell]:
-    """The cells that are to be run, in the order of their importance."""
+def cells_without_row(grid: Path, results: Path, studies: Sequence[str] | None = None) -> list[Cell]:
+    """The cells that are to be run, of all studies or some, in the order of their importance.
+
+    Raises:
+        ValueError: there is no study of a name.
+    """
     losses = Results(results).losses()
-    return [cell for cell in load_grid(grid, losses).cells if cell.key not in losses]
+    loaded = load_grid(grid, losses)
+    if unknown := sorted(set(studies or ()) - set(loaded.names)):
+        raise ValueError(f"Unknown study {unknown[0]!r}; available: {', '.join(loaded.names)}")
+    cells = loaded.cells if studies is None else [cell for name in studies for cell in loaded.study(name).cells]
+    return [cell for cell in cells if cell.key not in losses]
 
 
 def in_order(**key: str) -> float:

@@ -79,6 +79,10 @@ def test_cells_that_have_no_row_are_left(tmp_path, grid_file):
     assert study.cells_without_row(grid_file, results) == grid.cells
     Results(results).append(grid.cells[1], {})
     assert study.cells_without_row(grid_file, results) == [grid.cells[0], *grid.cells[2:]]
+    named = [*grid.study("again").cells, *grid.study("final").cells]
+    assert study.cells_without_row(grid_file, results, ["again", "final"]) == named
+    Results(results).append(named[1], {})
+    assert study.cells_without_row(grid_file, results, ["again", "final"]) == [named[0], named[2]]
 
 
 def started(tmp_path, cell):
@@ -136,6 +140,12 @@ def test_a_cell_that_fails_is_told_and_tried_again(tmp_path, grid_file, capsys):
 
 
 ONLY = "  - {name: finetuning, task: classify, methods: [adamw], horizon: short, seeds: [0]}\n"
+
+
+def test_an_unknown_study_ends_the_command(grid_file, capsys):
+    with pytest.raises(SystemExit):
+        study.main(["--grid", str(grid_file), "--study", "laws"])
+    assert "Unknown study 'laws'; available: learning rate, final" in capsys.readouterr().err
 
 
 def test_a_mistake_in_the_grid_ends_the_command(grid_file, capsys):
