@@ -4,10 +4,10 @@
 
 The best rate is where the parabola through the lowest loss and its two neighbours is lowest, against the logarithm of
 the rate. It is *inside* if the lowest loss is neither that of the smallest rate tried nor that of the largest. Where
-rates were tried in float32 and under bf16 autocast, the one counts in which the best is inside, or has more rates. Of a
-width and a horizon at which AdamW's best rate is inside, ``times = (n / (r + q)) ** exponent`` is fitted by least
-squares to the logarithms of all that are inside; ``residual`` is what is left, in powers of two. ``losses`` are those
-of ``seeds`` at the rate that ended lowest with the first.
+rates were tried in float32 and under bf16 autocast, the one counts in which the best is inside, then that with more
+seeds at the best, then that with more rates. Of a width and a horizon at which AdamW's best rate is inside, ``times = (n
+/ (r + q)) ** exponent`` is fitted by least squares to the logarithms of all that are inside; ``residual`` is what is
+left, in powers of two. ``losses`` are those of ``seeds`` at the rate that ended lowest with the first.
 """
 
 from __future__ import annotations
@@ -57,9 +57,15 @@ def best_rates(cells: pd.DataFrame) -> pd.DataFrame:
     for key, group in pd.DataFrame(_swept(cells)).groupby([*WIDTH_AND_HORIZON, "moving"]):
         tables = [of.pivot_table("loss", "rate", "seed") for _, of in group.groupby("precision")]
         if tables := [table for table in tables if SEED in table and table[SEED].count() >= LEAST]:
-            table = max(tables, key=lambda table: (lowest(table[SEED].dropna())[1], table[SEED].count()))
+            table = max(tables, key=_worth)
             rows.append((*key, *_row(table)))
     return pd.DataFrame(rows, columns=[*WIDTH_AND_HORIZON, "moving", "tried", "best", "inside", "seeds", "losses"])
+
+
+def _worth(table: pd.DataFrame) -> tuple[bool, int, int]:
+    """Whether the best rate is inside, then how many seeds ran with it, then how many rates."""
+    curve = table[SEED].dropna()
+    return lowest(curve)[1], int(table.loc[curve.idxmin()].count()), len(curve)
 
 
 def _row(table: pd.DataFrame) -> tuple[Any, ...]:
