@@ -22,6 +22,7 @@ from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_s
 from grass.compact_mode.synced_rows import looks_always
 from grass.coverage import report_decay, report_rank, report_scale
 from grass.health import Health
+from grass.interrupted import mend
 from grass.lost_updates import LostUpdates
 from grass.offload.host_optimizer import HostOptimizer
 from grass.offload.options import Offload
@@ -158,6 +159,7 @@ class GrassAdamW(Optimizer):
     in_backward: StepsInBackward | None = None
     offload: HostOptimizer | None = None
     _going_on: OptimizerStep | None = None
+    _unfinished = False
     _named_by_model = False
 
     def __init__(
@@ -227,6 +229,8 @@ class GrassAdamW(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """The content of copies and pickles."""
         self._background.finish()
+        self._mend()
+        self._mend()
         if self.offload is not None:
             self.offload.settle_states()
         options = None if self.offload is None else self.offload.options
@@ -323,17 +327,26 @@ class GrassAdamW(Optimizer):
         check_gradients(self.param_groups)
         whole, self._going_on = self.begin_step(), None
         self._reads.check()
+        self._mend()
         for layer in whole.layers.values():
             Owner.check(layer, self)
             layer.follow(probe=looks_always(layer))
             layer.drop_gradient()
         if self.offload is None or not self.offload.options.masters:
             self._lost.count(self.param_groups, whole.layers)
+        self._unfinished = self.offload is None
         self._advance(whole)
+        self._unfinished = False
         whole.ranks.verify_selection(whole.chosen)
         self._health.check(self.param_groups, self.state, whole.layers, whole.stepped)
         self._reads.watch(whole.layers.values(), whole.stepped)
         return loss
+
+    def _mend(self) -> None:
+        """Make state and weights agree if the last step was interrupted."""
+        if self._unfinished:
+            mend(self.param_groups, self.state, self.layers())
+            self._unfinished = False
 
     def _advance(self, whole: OptimizerStep) -> None:
         """Step all parameters that have a gradient, here or on the host."""
@@ -361,6 +374,7 @@ class GrassAdamW(Optimizer):
         """Reset gradients, and sketches of active rows that an abandoned step has left."""
         if not set_to_none and self.offload is not None:
             self.offload.finish()  # it reads gradients
+        self._mend()
         super().zero_grad(set_to_none)
         for layer in self.layers().values():
             layer.clear_sketch()
@@ -395,6 +409,7 @@ class GrassAdamW(Optimizer):
         masters = self.offload is not None and self.offload.options.masters
         with Loading(self.layers(), Ranks.of(self.process_group), all_masters=masters).through(self):
             super().load_state_dict(state_dict)
+        self._unfinished = False
         if self.offload is not None:
             self.offload.rebuild(self.state)
 

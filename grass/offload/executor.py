@@ -208,6 +208,7 @@ class TaskQueues:
         self._cause: BaseException | None = None
         self._waiting: dict[str, deque[Task]] = {resource: deque() for resource in resources}
         self._running: dict[str, Task] = {}
+        self._ended: set[str] = set()  # an interrupt in Thread.is_alive() makes living threads count as dead
 
     def append(self, tasks: list[Task]) -> None:
         """Queue tasks, and start the threads that they need. If this is interrupted, all are queued or none is."""
@@ -260,8 +261,8 @@ class TaskQueues:
 
     def check_threads(self) -> None:
         """Note a fault if a thread has died or a task runs longer than the deadline."""
-        for resource, thread in self.threads.items():
-            if self.fault is None and thread.ident is not None and not thread.is_alive():
+        for resource in self._ended:
+            if self.fault is None:
                 self.fail(f"The thread of {resource!r} died")
         if self.until_deadline() <= 0:
             late = min(self._running.values(), key=lambda task: task.start or 0.0)
@@ -308,6 +309,10 @@ class TaskQueues:
             if running is not None:
                 running.work = None
             traceback.clear_frames(error.__traceback__)  # they too would keep it alive
+        finally:
+            with self.lock:
+                self._ended.add(resource)
+                self.changed.notify_all()
 
     def _take(self, resource: str) -> Task | None:
         """The next task, once all that it waits for are done; ``None``: end the thread."""

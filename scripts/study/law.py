@@ -5,9 +5,9 @@
 The best rate is where the parabola through the lowest loss and its two neighbours is lowest, against the logarithm of
 the rate. It is *inside* if the lowest loss is neither that of the smallest rate tried nor that of the largest. Where
 rates were tried in float32 and under bf16 autocast, the one counts in which the best is inside, then that with more
-seeds at the best, then that with more rates. Of a width and a horizon at which AdamW's best rate is inside, ``times = (n
-/ (r + q)) ** exponent`` is fitted by least squares to the logarithms of all that are inside; ``residual`` is what is
-left, in powers of two. ``losses`` are those of ``seeds`` at the rate that ended lowest with the first.
+seeds at the best, then that with more rates. Of a width and a horizon at which AdamW's best rate is inside,
+``times = (n / (r + q)) ** exponent`` is fitted by least squares to the logarithms of all that are inside; ``residual``
+is what is left, in powers of two. ``losses`` are those of ``seeds`` at the rate that ended lowest with the first.
 """
 
 from __future__ import annotations
