@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.refresh_cycle import drawn_beside
 from grass.options import Options
-from grass.selection.exploration import draw_explored
 from grass.state.refresh import refresh_due
 from grass.state.schema import State
 
@@ -48,8 +48,7 @@ def mend(groups: list[dict[str, Any]], states: Mapping[Tensor, State], layers: M
 def _mend_rows(layer: CompactLayer, key: tuple[int, int, int]) -> None:
     """Explore rows that are not selected, which old ones may be, and let the weight decide on all values."""
     if layer.reach:
-        counts = layer.shape[layer.dim], layer.explored.numel()
-        layer.explored.copy_(draw_explored(layer.selected, *counts, *key, layer.experts))
+        layer.explored.copy_(drawn_beside(layer.selected, layer, key))
     layer.reload_changed()
     layer.mark_synced()
 

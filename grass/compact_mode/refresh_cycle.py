@@ -124,8 +124,9 @@ def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Op
     key = options.seed, layer.place(index), state["step"]
     if not state["step"] and not torch.equal(layer.draw_first()[: layer.rank], state["indices"].cpu()):
         layer.draw_first_by(options.seed)  # as take_over() did
-    explored = _drawn(layer, state, key) if _draws_again(layer, state) else layer.draw_first()[layer.rank :]
-    layer.restore(state["indices"], explored, values)
+    indices = state["indices"]
+    explored = drawn_beside(indices, layer, key) if _draws_again(layer, state) else layer.draw_first()[layer.rank :]
+    layer.restore(indices, explored, values)
     reserve_rows(state, layer)
     arm(layer, state, options)
 
@@ -264,8 +265,9 @@ def _explore_other_rows(every: list[Trained], options: Options) -> None:
         explore(layers, draw_explored_of_each(selected_rows, size, count, keys, experts), views_of_each)
 
 
-def _drawn(layer: CompactLayer, state: State, key: tuple[int, int, int]) -> Tensor:
-    return draw_explored(state["indices"], layer.shape[layer.dim], layer.explored.numel(), *key, layer.experts)
+def drawn_beside(selected: Tensor, layer: CompactLayer, key: tuple[int, int, int]) -> Tensor:
+    """The rows that a layer explores beside those selected; ``key`` is seed, position and step."""
+    return draw_explored(selected, layer.shape[layer.dim], layer.explored.numel(), *key, layer.experts)
 
 
 def _draws_again(layer: CompactLayer, state: State) -> bool:

@@ -42,7 +42,7 @@ def next_points(losses: Mapping[Point, float], rates: int = 2, level: float = LE
 
 
 def best_point(losses: Mapping[Point, float], level: float = LEVEL) -> Point:
-    """Of the points whose losses are within ``level`` of the least, the one that is nearest to the start."""
+    """The point nearest to the start whose loss is within ``level`` of the least."""
     least = min(losses.values())
     lowest = [point for point, loss in losses.items() if loss <= least + level]
     return min(lowest, key=lambda point: (sum(map(abs, point)), losses[point]))

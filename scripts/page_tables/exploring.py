@@ -125,7 +125,7 @@ def law_fit() -> str:
 
 
 def law_losses() -> str:
-    """Of ``law.csv``, by seed at the best rates: AdamW's losses, and what each share adds to them."""
+    """AdamW's losses by seed at its best rate, from ``law.csv``, and what each share of the columns adds to them."""
     shares, lines = _shares(), []
     for (hidden, steps), of in _by_width_and_horizon().items():
         adamw = _losses_by_seed(of[1.0])
@@ -198,12 +198,10 @@ def _best_of(rows: list[Row]) -> str:
 
 
 def residual_mlp() -> str:
-    """Losses of ``residual_mlp.csv`` by method and rate, in the order of the seeds."""
-    losses: dict[str, dict[str, list[float]]] = {}
-    for row in read("residual_mlp.csv"):
-        losses.setdefault(row["method"], {}).setdefault(row["lr"], []).append(float(row["loss"]))
-    rates = sorted({rate for by_rate in losses.values() for rate in by_rate}, key=float)
-    lines = ([method, *(_by_seed(by_rate[rate]) for rate in rates)] for method, by_rate in losses.items())
+    """Losses of the residual MLP by method and rate, in the order of the seeds."""
+    losses = _losses("residual_mlp.csv", "method", "lr", of="loss")
+    methods, rates = (list(dict.fromkeys(names)) for names in zip(*losses, strict=True))
+    lines = ([method, *(_by_seed(losses[method, rate]) for rate in rates)] for method in methods)
     return table(["method", *(f"lr = {rate}" for rate in rates)], lines)
 
 

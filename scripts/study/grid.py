@@ -248,8 +248,11 @@ def _study(entry: Mapping[str, Any], document: Mapping[str, Any], losses: Losses
     for name, values in lists.items():
         if not isinstance(values, list):
             raise ValueError(f"Invalid {name}={values!r} in {where}: must be a list, as in [{values}]")
-    if "bracket" in entry and ("vary" in entry or len(entry["bracket"]) != 1 or not entry["seeds"]):
-        raise ValueError(f"Invalid bracket={entry['bracket']} in {where}: takes one setting, seeds, and no vary")
+    bracket = entry.get("bracket", {})
+    if "bracket" in entry and (
+        not isinstance(bracket, dict) or len(bracket) != 1 or "vary" in entry or not entry["seeds"]
+    ):
+        raise ValueError(f"Invalid {bracket=} in {where}: takes one setting, seeds, and no vary")
     try:
         return Study(name=entry["name"], cells=tuple(_cells(entry, document, losses)))
     except (TypeError, ValueError) as error:

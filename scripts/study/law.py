@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -56,24 +56,29 @@ def best_rates(cells: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for key, group in pd.DataFrame(_swept(cells)).groupby([*WIDTH_AND_HORIZON, "moving"]):
         tables = [of.pivot_table("loss", "rate", "seed") for _, of in group.groupby("precision")]
-        if tables := [table for table in tables if SEED in table and table[SEED].count() >= LEAST]:
-            table = max(tables, key=_worth)
-            rows.append((*key, *_row(table)))
-    return pd.DataFrame(rows, columns=[*WIDTH_AND_HORIZON, "moving", "tried", "best", "inside", "seeds", "losses"])
+        found = [_best_of(table) for table in tables if SEED in table and table[SEED].count() >= LEAST]
+        if found:
+            best = max(found, key=lambda each: (each.inside, len(each.seeds.split()), len(each.tried.split())))
+            rows.append((*key, *best))
+    return pd.DataFrame(rows, columns=[*WIDTH_AND_HORIZON, "moving", *_Best._fields])
 
 
-def _worth(table: pd.DataFrame) -> tuple[bool, int, int]:
-    """Whether the best rate is inside, then how many seeds ran with it, then how many rates."""
-    curve = table[SEED].dropna()
-    return lowest(curve)[1], int(table.loc[curve.idxmin()].count()), len(curve)
+class _Best(NamedTuple):
+    """Columns of ``law.csv``."""
+
+    tried: str
+    best: float
+    inside: bool
+    seeds: str
+    losses: str
 
 
-def _row(table: pd.DataFrame) -> tuple[Any, ...]:
+def _best_of(table: pd.DataFrame) -> _Best:
     """What is best in a table of losses by rate and seed."""
     curve = table[SEED].dropna()
     at_best = table.loc[curve.idxmin()].dropna()
     tried, seeds = (" ".join(f"{value:.2g}" for value in values) for values in (curve.index, at_best.index))
-    return tried, *lowest(curve), seeds, " ".join(f"{loss:.4f}" for loss in at_best)
+    return _Best(tried, *lowest(curve), seeds, " ".join(f"{loss:.4f}" for loss in at_best))
 
 
 def _swept(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,9 @@ def cells_without_row(grid: Path, results: Path, studies: Sequence[str] | None =
     loaded = load_grid(grid, losses)
     if unknown := sorted(set(studies or ()) - set(loaded.names)):
         raise ValueError(f"Unknown study {unknown[0]!r}; available: {', '.join(loaded.names)}")
-    cells = loaded.cells if studies is None else [cell for name in studies for cell in loaded.study(name).cells]
-    return [cell for cell in cells if cell.key not in losses]
+    if studies is not None:
+        loaded = replace(loaded, studies=tuple(map(loaded.study, studies)))
+    return [cell for cell in loaded.cells if cell.key not in losses]
 
 
 def in_order(**key: str) -> float:

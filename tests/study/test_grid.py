@@ -57,6 +57,11 @@ def test_seed_reaches_the_row_selection(grid_file):
         ("lr: [0.001, 0.01]", "lr: 0.001", r"Invalid lr=0.001 in study 'learning rate': must be a list"),
         ("vary: {lr", "bracket: {lr: 0.01}, vary: {lr", "Invalid bracket={'lr': 0.01} in .*: takes one setting"),
         ("vary: {lr: [0.001, 0.01]}", "bracket: {lr: 0.01, clip: 1}", "Invalid bracket={'lr': 0.01, 'clip': 1} in"),
+        (
+            "vary: {lr: [0.001, 0.01]}",
+            "bracket: 0.01",
+            "Invalid bracket=0.01 in study 'learning rate': takes one setting",
+        ),
         ("vary: {lr: [0.001, 0.01]}", "bracket: {rate: 0.01}", "Unknown rate in OptimizerConfig"),
         ("lr: 0.01, betas", "lr: much, betas", r"Invalid lr='much': .* \(in study 'final'\)"),
         ("lr: 0.01, betas", "selection: topr, betas", r"Unknown selection 'topr'; .* \(in study 'final'\)"),

@@ -13,6 +13,6 @@ def test_all_methods_begin_alike(tmp_path):
 
 
 def test_it_learns():
-    text = residual_mlp.standard_library()
+    text = residual_mlp.text_of_the_library()
     for rank in residual_mlp.METHODS.values():
         assert residual_mlp.train(text, rank, 4e-3, 0, steps=60) < 3.5

@@ -81,6 +81,9 @@ def test_cells_that_have_no_row_are_left(tmp_path, grid_file):
     assert study.cells_without_row(grid_file, results) == [grid.cells[0], *grid.cells[2:]]
     named = [*grid.study("again").cells, *grid.study("final").cells]
     assert study.cells_without_row(grid_file, results, ["again", "final"]) == named
+    assert study.cells_without_row(grid_file, results, ["again", "learning rate", "final"])[0] == named[0]
+    several = study.cells_without_row(grid_file, results, ["again", "learning rate", "again"])
+    assert len(several) == len({cell.key for cell in several}) == 3  # of five, one has a row and one is twice there
     Results(results).append(named[1], {})
     assert study.cells_without_row(grid_file, results, ["again", "final"]) == [named[0], named[2]]
 
