@@ -263,6 +263,7 @@ def test_values_that_are_not_numbers_are_no_changes_from_outside(caplog: pytest.
     assert "was changed through .data" not in caplog.text
 
 
+@pytest.mark.slow
 def test_int8_is_at_hand() -> None:
     command = "import grass; print(grass.int8.plain_state_dict.__name__)"
     printed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout

@@ -37,6 +37,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.slow
 def test_an_unpickled_model_is_watched_in_a_process_that_converts_nothing(tmp_path) -> None:
     model = nn.Sequential(nn.Linear(16, 32))
     grass.compact(model, rank=0.25)

@@ -208,6 +208,7 @@ def sharded(rank: int, folder: str) -> list[Any]:
     return trained
 
 
+@pytest.mark.slow
 def test_sharded_experts_equal_one_process(tmp_path: Path) -> None:
     """Each rank has a part of every expert's rows; one process goes on from the ranks' checkpoint."""
     ranks = run_world(sharded, 2, str(tmp_path))

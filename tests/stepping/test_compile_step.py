@@ -95,6 +95,7 @@ def test_whole_step(make: Callable[[], Training], graphs: int, torch_log) -> Non
     assert not [record.getMessage() for record in torch_log.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.slow
 def test_attached_optimizer() -> None:
     """Refreshes do not compile torch's step again: states keep their tensors, and the hooks are not traced."""
     eager, traced, counter = attached(), attached(), CompileCounterWithBackend("aot_eager")

@@ -71,6 +71,7 @@ def test_evaluation_in_between() -> None:
     assert run(True) == run(False)
 
 
+@pytest.mark.slow
 def test_compiled_units() -> None:
     """Compiled code rounds otherwise, so that eager losses are near, not equal."""
 

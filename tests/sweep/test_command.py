@@ -169,6 +169,7 @@ def test_pretrained_weights_are_used_unless_from_scratch(trial, tmp_path) -> Non
     assert not torch.equal(trial.load().lm_head.weight, weight)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast")
 def test_the_command_brackets_the_best_rates(model, text, tmp_path, capsys) -> None:
     out = tmp_path / "out"

@@ -124,6 +124,7 @@ def own_loss(rank: int) -> dict[str, Tensor]:
     return whole_gradients(model)
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_from_the_logits() -> None:
     model = decoder()
     logits = model(input_ids=ids(0)).logits

@@ -123,6 +123,7 @@ def dying(rank: int) -> None:
         train_step(model, optimizer, step)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_an_error_on_every_rank() -> None:
     for outcome in attempt_world(dying, 4):
         assert outcome.error is not None

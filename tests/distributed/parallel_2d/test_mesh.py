@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from grass.distributed.parallel_2d.mesh import Grid, arrived
@@ -25,5 +26,6 @@ def gather_many(rank: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_gathers_on_their_way_do_not_mix() -> None:
     assert all(run_world(gather_many, 4))

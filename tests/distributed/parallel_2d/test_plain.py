@@ -61,6 +61,7 @@ def assert_computes_as_one_process(cases: list[Case], size: int) -> None:
             assert_close(gradients, whole_gradients(model), **EXACT)
 
 
+@pytest.mark.slow
 def test_logits_loss_and_gradients() -> None:
     assert_computes_as_one_process(CASES, 4)
 

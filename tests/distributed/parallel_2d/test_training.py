@@ -36,6 +36,7 @@ def adamw(rank: int) -> list[dict[str, Tensor]]:
     return every
 
 
+@pytest.mark.slow
 def test_adamw_at_full_rank() -> None:
     model = decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
