@@ -59,7 +59,7 @@ class Health:
         self._warn("got no gradient and do not train", idle)
         self._warn(
             "have an overdue refresh: no gradient norms arrived. Gradients set by hand, as by torch.autograd.grad, "
-            "bring none in compact mode; selection='uniform' needs none",
+            "and backward(inputs=...) bring none in compact mode; selection='uniform' needs none",
             overdue,
         )
         self._check_left_out(groups)

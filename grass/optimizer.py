@@ -18,7 +18,7 @@ from grass.compact_mode.conversion import trainable_parameters
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import NEW, arm, take_over
-from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_seeds
+from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_seeds, take_flags
 from grass.compact_mode.synced_rows import looks_always
 from grass.coverage import report_decay, report_rank, report_scale
 from grass.health import Health
@@ -271,11 +271,11 @@ class GrassAdamW(Optimizer):
             report_default_rank(self.defaults, group["params"])
         if self.offload is not None:
             check_offloaded({**self.defaults, **group}, found)
+        take_flags(found)
         self._append(group)
         added = self.param_groups[-1]
         for layer in found:
             layer.owner = Owner(self)
-            layer.take_flag()
             take_over(layer, Options.of(added))
             arm(layer, NEW, Options.of(added))
         if added["scale"] == "auto":

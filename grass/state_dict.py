@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grass.compact_mode.layer import CompactLayer, Layers
-from grass.compact_mode.refresh_cycle import check_rows, restart, resume
+from grass.compact_mode.refresh_cycle import check_rows, restart, resume, wait_again, waiting
 from grass.options import ROW_KEYS, Options, is_batch, is_projected, validate
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded, local
@@ -36,6 +36,8 @@ def completed(state_dict: dict[str, Any], optimizer: Optimizer, layers: Layers, 
     """The state dict with sharded state as ``DTensor``, and active rows' values that the weights cannot hold."""
     for position, (p, group) in enumerate(_with_groups(optimizer)):
         state, layer = state_dict["state"].get(position, {}), layers.get(id(p))
+        if layer is not None and not state and (state := waiting(layer)):
+            state_dict["state"][position] = state
         if "indices" in state and (strata := _strata(p, group, layer)) is not None:
             state_dict["state"][position] = strata.saved_state(state)
             continue
@@ -79,7 +81,7 @@ class Loading:
         for position, ((p, group), key) in enumerate(zip(_with_groups(optimizer), keys, strict=False)):
             layer, state = self.layers.get(id(p)), self._exact.get(position)
             selects = layer is not None or is_projected(p, group)
-            if loading["state"].get(key) and selects != (state is not None and "indices" in state):
+            if loading["state"].get(key) and selects != (state is not None and selects_rows(state)):
                 raise ValueError(
                     f"State of parameter {key} of shape {tuple(p.shape)} is that of plain AdamW or of other rows: "
                     "optimizer state does not carry over between AdamW, dense and compact mode; load only the model"
@@ -96,7 +98,7 @@ class Loading:
     def _finish(self, optimizer: Optimizer) -> None:
         """Put the state that was taken out in place and bring converted layers to the saved rows."""
         for position, (p, group) in enumerate(_with_groups(optimizer)):
-            if position in self._exact:
+            if position in self._exact and "chosen" not in self._exact[position]:
                 optimizer.state[p] = self._held_here(self._exact[position], p, group)
             elif "step" in optimizer.state.get(p, {}):  # a number where an old torch saved it
                 step = torch.as_tensor(optimizer.state[p]["step"], dtype=torch.float32, device=step_device(p, group))
@@ -106,6 +108,8 @@ class Loading:
                 continue
             if state := optimizer.state.get(p):
                 resume(layer, state, state.get("active"), Options.of(group), position)
+            elif state := self._exact.get(position):
+                wait_again(layer, state, Options.of(group))
             else:
                 restart(layer, Options.of(group))
 
@@ -120,7 +124,7 @@ class Loading:
                 continue
             if not (has_master := self._has_master(p, group)):
                 bare[key] = state = {k: v for k, v in state.items() if k != "master"}
-            if "indices" in state or has_master:
+            if selects_rows(state) or has_master:
                 self._exact[position], bare[key] = state, {}
         return {**state_dict, "state": bare}
 
@@ -164,6 +168,11 @@ def _report_replaced(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     replaced = [f"{key}={ours[key]!r} by {theirs[key]!r}" for key in ROW_KEYS if ours[key] != theirs[key]]
     if replaced:
         logger.warning("Grass: load_state_dict replaces %s, as it was saved", ", ".join(replaced))
+
+
+def selects_rows(state: State) -> bool:
+    """Whether it is the state of a weight of which rows are selected, be it before its first step."""
+    return "indices" in state or "chosen" in state
 
 
 def _with_groups(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:

@@ -157,10 +157,13 @@ class Attachment:
 
     def state_dict(self) -> dict[str, State]:
         """Selections and their ages by layer name, as tensors and plain numbers."""
-        return {
-            name: {**state, "active": self.layers[name].selected_part(self.layers[name].active.detach()).clone()}
-            for name, state in self.states.items()
-        }
+        saved = {}
+        for name, state in self.states.items():
+            layer = self.layers[name]
+            saved[name] = {**state, "active": layer.selected_part(layer.active.detach()).clone()}
+            if not state["step"]:
+                saved[name]["chosen"] = layer.chosen.clone()
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, State]) -> None:
         """Continue from :meth:`state_dict`."""

@@ -18,6 +18,7 @@ from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.int8 import Int8Storage
 from grass.compact_mode.layer import LAYERS, CompactLayer
 from grass.compact_mode.linear_classes import compact_class
+from grass.compact_mode.registry import take_flags
 from grass.compact_mode.strata import of_stratum, strata_of
 from grass.compact_mode.synced_rows import SyncedRows
 from grass.compact_mode.unconvertible import check_not_sharded, check_not_wrapped, unconvertible
@@ -195,8 +196,7 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
         ValueError: the model has no active rows, or all of them are frozen.
     """
     layers = [module for module in model.modules() if isinstance(module, CompactLayer)]
-    for layer in layers:
-        layer.take_flag()
+    take_flags(layers)
     frozen = [layer.label for layer in layers if not layer.active.requires_grad]
     if layers and len(frozen) == len(layers):
         raise ValueError(

@@ -146,6 +146,7 @@ class CompactLayer(ActiveRows):
         self.reload()
         if values is not None:
             self.selected_part(self.rows()).copy_(local(values))
+            self.synced.stepped = True
         self.mark_synced()
 
     def current(self, indices: Tensor) -> Tensor:
@@ -393,19 +394,25 @@ class CompactLayer(ActiveRows):
         self.signs = signs
         options: dict[str, Any] = {"dtype": torch.float32, "device": self.weight.device, "requires_grad": True}
         self.sketch = torch.zeros(self.shape[self.dim], width, **options)
+        self.sketch.register_hook(Renewed(self))
 
     def fed_sketch(self) -> Tensor | None:
         """The sketch that the backward of this forward adds to: none if the rows are frozen.
 
-        What was gathered with gradients that the loop has dropped, as by ``model.zero_grad()``, is dropped too, but not
-        by compiled code. Gradients of sharded rows are elsewhere until the step.
+        What was gathered with gradients that the loop has dropped, as by ``model.zero_grad()``, is dropped too; of
+        compiled code by :class:`Renewed`. Gradients of sharded rows are elsewhere until the step.
         """
-        sketch, active = self.sketch, self.active
-        if sketch is None or not active.requires_grad:
+        if self.sketch is None or not self.active.requires_grad:
             return None
-        if not torch.compiler.is_compiling() and active.is_leaf and active.grad is None and not self.synced.sharded:
+        if not torch.compiler.is_compiling():
+            self.renew_sketch()
+        return self.sketch
+
+    def renew_sketch(self) -> None:
+        """Drop what has been gathered with gradients that are there no more."""
+        active = self.active
+        if active.is_leaf and active.grad is None and not self.synced.sharded:
             self.clear_sketch()
-        return sketch
 
     def clear_sketch(self) -> None:
         """Drop what has been gathered, as ``zero_grad`` drops gradients."""
@@ -431,6 +438,20 @@ class CompactLayer(ActiveRows):
         """The plain layer's text, with rank and dim."""
         weights = f", weights={self.weights}" if self.weights else ""
         return f"{super().extra_repr()}, {self.rows_repr()}{weights}"
+
+
+class Renewed:
+    """A hook of a layer's sketch, before a backward of compiled code adds to it: that adds to the active rows later."""
+
+    __torch_unserializable__ = True  # copies and pickles of a sketch have no hook, and no warning
+
+    def __init__(self, layer: CompactLayer) -> None:
+        self._layer = weakref.ref(layer)
+
+    def __call__(self, grad: Tensor) -> None:
+        """Drop what was gathered with gradients that the loop has dropped since."""
+        if (layer := self._layer()) is not None:
+            layer.renew_sketch()
 
 
 class CompactLinear(CompactLayer, nn.Linear):

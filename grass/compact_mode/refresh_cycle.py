@@ -95,6 +95,13 @@ def check_can_be_sharded(layer: CompactLayer) -> None:
 
 def check_rows(layer: CompactLayer, state: State) -> None:
     """Raise ``ValueError`` if a state was saved with other numbers of rows than the layer has."""
+    if "indices" not in state:
+        if (len(state["chosen"]), state["dim"]) != (len(layer.chosen), layer.dim):
+            raise ValueError(
+                f"State of {len(state['chosen'])} active rows, dim={state['dim']}, for {layer.label!r} with "
+                f"{len(layer.chosen)}, dim={layer.dim}: convert the model as the one that was saved"
+            )
+        return
     rank = layer.rank * layer.strata
     if (len(state["indices"]), state["dim"]) != (rank, layer.dim):
         raise ValueError(
@@ -119,13 +126,41 @@ def reserve_rows(state: State, layer: CompactLayer) -> None:
         state["active"] = torch.empty(0, dtype=layer.active.dtype, device=layer.active.device)
 
 
+def waiting(layer: CompactLayer) -> State:
+    """What to save of a layer that was not stepped: its rows.
+
+    They need not be those that a conversion draws, but may be an earlier optimizer's, or from :func:`take_over`. Of a
+    layer that ranks divide nothing is saved.
+    """
+    if layer.strata > 1:
+        return {}
+    state: State = {"chosen": layer.chosen.clone(), "dim": layer.dim}
+    reserve_rows(state, layer)
+    return state
+
+
+def wait_again(layer: CompactLayer, state: State, options: Options) -> None:
+    """Return to what :func:`waiting` has saved."""
+    selected, explored = state["chosen"][: layer.rank], state["chosen"][layer.rank :]
+    layer.restore(selected, explored, state.get("active"))
+    arm(layer, NEW, options)
+
+
 def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Options, index: int) -> None:
     """Return a layer to the rows of a loaded state; ``values`` as in :meth:`CompactLayer.restore`."""
-    key = options.seed, layer.place(index), state["step"]
-    if not state["step"] and not torch.equal(layer.draw_first()[: layer.rank], state["indices"].cpu()):
-        layer.draw_first_by(options.seed)  # as take_over() did
-    indices = state["indices"]
-    explored = drawn_beside(indices, layer, key) if _draws_again(layer, state) else layer.draw_first()[layer.rank :]
+    key, indices, chosen = (
+        (options.seed, layer.place(index), state["step"]),
+        state["indices"],
+        state.pop("chosen", None),
+    )
+    if chosen is not None:
+        explored = chosen[layer.rank :]
+    elif _draws_again(layer, state):
+        explored = drawn_beside(indices, layer, key)
+    else:
+        if not state["step"] and not torch.equal(layer.draw_first()[: layer.rank], indices.cpu()):
+            layer.draw_first_by(options.seed)  # as take_over() did
+        explored = layer.draw_first()[layer.rank :]
     layer.restore(indices, explored, values)
     reserve_rows(state, layer)
     arm(layer, state, options)

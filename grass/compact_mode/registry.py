@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer
 
 from grass.compact_mode.layer import LAYERS, CompactLayer, Layers
 from grass.every_optimizer import before_every_step
+from grass.parallel.ddp import are_wrapped
 from grass.state.schema import State
 
 logger = logging.getLogger("grass")
@@ -132,6 +133,24 @@ class Owner:
                 f"The active rows of {layer.label!r} belong to a {type(owner).__name__} that was built later: two "
                 "optimizers would choose rows for one layer. Build one, and delete it before you build another"
             )
+
+
+def take_flags(layers: Iterable[CompactLayer]) -> None:
+    """Unfreeze the active rows of layers whose weights were unfrozen by their names, and freeze the weights.
+
+    Raises:
+        RuntimeError: DDP was built between: it waits for gradients of the weights, or sends zeros in their place.
+    """
+    layers = list(layers)
+    unfrozen = [layer for layer in layers if layer.own_weight().requires_grad]
+    if are_wrapped([layer.own_weight() for layer in unfrozen]):
+        raise RuntimeError(
+            f"DistributedDataParallel was built while weights of converted layers, as {unfrozen[0].label!r}, took "
+            "gradients, and waits for these: requires_grad_(True) had unfrozen them. Build GrassAdamW(model), which "
+            "freezes them, before DistributedDataParallel"
+        )
+    for layer in layers:
+        layer.take_flag()
 
 
 def note_seeds(groups: Iterable[dict[str, Any]], layers: Layers, states: Mapping[Tensor, State]) -> None:

@@ -122,7 +122,7 @@ class SyncedRows:
         agreed: the stamps when weight and active rows were known to agree.
         sharded: whether the weight was a ``DTensor`` when both agreed; of its changes only tensor versions tell.
         empty: the active rows have no values yet: the layer has left the meta device.
-        stepped: whether an optimizer has stepped them.
+        stepped: whether an optimizer has stepped them, here or before they were saved.
     """
 
     def __init__(self) -> None:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import ast
 import functools
-import gc
 import inspect
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from torch import distributed, nn
+from torch import nn
 
-from grass.parallel.ddp import wrappers_of
+from grass.parallel.ddp import are_wrapped
 from grass.parallel.shards import is_sharded, is_tensor_parallel, shard_dim
 from grass.private_names import gradient_hooks
 
@@ -147,10 +146,7 @@ def check_not_wrapped(model: nn.Module) -> None:
     Raises:
         RuntimeError: a ``DistributedDataParallel`` alive holds parameters of the model.
     """
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    own = [p for p in model.parameters() if p.requires_grad]
-    if wrappers_of(own) and gc.collect() is not None and wrappers_of(own):  # a wrapper may only wait for its collection
+    if are_wrapped([p for p in model.parameters() if p.requires_grad]):
         raise RuntimeError(
             "Too late to convert: DistributedDataParallel has wrapped this model and would not reduce the gradients of "
             "the active rows. Call grass.compact() before; in Lightning, in the module's __init__ or configure_model"

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from grass.private_names import is_joining, parameters_of_ddp
@@ -18,6 +18,14 @@ def wrappers_of(parameters: Iterable[Tensor]) -> list[Any]:
     ours = {id(p) for p in parameters}
     every: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
     return [ddp for ddp in every if any(id(p) in ours for p in parameters_of_ddp(ddp))]
+
+
+def are_wrapped(parameters: list[Tensor]) -> bool:
+    """Whether a DDP wrapper in use reduces gradients of these parameters; one may only wait for its collection."""
+    if not (parameters and distributed.is_available() and distributed.is_initialized() and wrappers_of(parameters)):
+        return False
+    gc.collect()
+    return bool(wrappers_of(parameters))
 
 
 class Joining:

@@ -50,6 +50,7 @@ KEYS = {
     "bank_exp_avg_sq": Key("their second moments", "(m, n)", "bank_dtype", on_host=True, sharded=True),
     "bank_steps": Key("their Adam steps", "(m,)", "float32", on_host=True),
     "master": Key("float32 master of a half-precision parameter, if small or if asked for", "(m, n)", "float32"),
+    "chosen": Key("the rows of a layer that waits for its first step, selected before explored", "(r + q,)", "int64"),
     "active": Key("active rows that are more precise than the weight; filled by state_dict()", "(r, n)", "float32"),
 }
 

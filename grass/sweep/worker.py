@@ -26,6 +26,8 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 GUARD = "a script has to call grass.sweep.run under `if __name__ == '__main__':`"
 """What other processes need, which import the script."""
 
+SKIPPED = ". It was interrupted before: if its checkpoint is from after that step, save after the yield, and remove it"
+
 NOTHING = "it yielded nothing: a trial yields pairs of step and loss"
 
 Pairs = Generator[tuple[int, float], None, None]
@@ -67,7 +69,7 @@ def follow(pairs: Pairs, journal: Journal, rivals: list[Journal], steps: int, st
     Steps that the journal has already, because the trial was interrupted later, keep the loss that was noted first.
     """
     noted = journal.read().losses
-    reached, loss = next(reversed(noted.items()), (0, 0.0))
+    resumed, (reached, loss) = bool(noted), next(reversed(noted.items()), (0, 0.0))
     if noted and (verdict := judge(reached, loss, rivals, steps, stop)):
         return verdict
     try:
@@ -85,7 +87,10 @@ def follow(pairs: Pairs, journal: Journal, rivals: list[Journal], steps: int, st
     if not reached:
         return {"misuse": NOTHING}
     if reached < steps:
-        return {"end": "error", "message": f"The trial yielded step {reached} last, not {steps}"}
+        return {
+            "end": "error",
+            "message": f"The trial yielded step {reached} last, not {steps}{SKIPPED if resumed else ''}",
+        }
     return {"end": "done"}
 
 

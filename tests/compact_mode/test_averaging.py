@@ -139,6 +139,23 @@ def test_an_evaluation_of_the_average_changes_nothing(name: str, offload: str | 
     assert all(torch.equal(a, b) for a, b in zip(*(run.values() for run in runs), strict=True))
 
 
+def test_an_evaluation_of_the_average_after_a_resume() -> None:
+    """Active rows that are finer than the weight come from the optimizer's state, before any step."""
+    model, optimizer = built(*MODELS["float32 over bf16"])
+    train(model, optimizer, batches(5, dtype=torch.bfloat16))
+    other, other_optimizer = built(*MODELS["float32 over bf16"])
+    other.load_state_dict(model.state_dict())
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    own = copy.deepcopy(other.state_dict())
+    for values in ({key: value * 0.5 for key, value in own.items()}, own):
+        other.load_state_dict(values)
+        with torch.no_grad():
+            loss_of(other, batches(1, dtype=torch.bfloat16)[0])
+    for (name, ours), theirs in zip(compact_layers(model).items(), compact_layers(other).values(), strict=True):
+        assert not torch.equal(ours.active, ours.active.bfloat16().float())
+        assert torch.equal(ours.active, theirs.active), name
+
+
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_buffers(use_buffers: bool) -> None:
     """The same as torch's class on the plain model, also in dense mode."""

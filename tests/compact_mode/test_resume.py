@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -128,6 +130,67 @@ def test_going_back_to_before_the_first_step(calibrated: bool, explore: int) -> 
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     assert_goes_on_alike((model, optimizer), (other, other_optimizer), data)
+
+
+def in_phases(model: nn.Module, through: str, seed: int) -> tuple[nn.Module, Any]:
+    """A new optimizer of a converted model, which begins a phase, and what to save beside the model."""
+    options: dict[str, Any] = {"update_interval": 50, "seed": seed}
+    if through == "GrassAdamW":
+        optimizer: Any = GrassAdamW(model, lr=1e-2, **options)
+        return optimizer, optimizer
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return optimizer, grass.attach(optimizer, model, **options)
+
+
+@pytest.mark.parametrize("through", ["GrassAdamW", "attach"])
+@pytest.mark.parametrize("active", [None, torch.float32])
+@pytest.mark.parametrize("seeds", [(0, 1, 2), (0, 0, 0)], ids=["other seeds", "one seed"])
+def test_a_phase_that_was_saved_before_its_first_step(seeds: tuple, active: torch.dtype | None, through: str) -> None:
+    """An earlier optimizer, or another seed, has given layers other columns than a conversion does."""
+    dtype = torch.float32 if active is None else torch.bfloat16
+    made: list[Any] = []
+    for stops in (False, True):
+        model = Network(dtype)
+        grass.compact(model, rank=3, explore=2, dtype=active)
+        for phase, seed in enumerate(seeds):
+            optimizer, state = in_phases(model, through, seed)
+            if stops and phase:
+                saved = through_file([model.state_dict(), state.state_dict()])
+                model = Network(dtype)
+                grass.compact(model, rank=3, explore=2, dtype=active, seed=5)
+                optimizer, state = in_phases(model, through, seed)
+                model.load_state_dict(saved[0])
+                state.load_state_dict(saved[1])
+            train(model, optimizer, batches(5, dtype=dtype, seed=phase))
+        made.append(model)
+    assert_same_weights(*made)
+
+
+def test_a_layer_that_is_frozen_for_a_phase() -> None:
+    """It has no state when the phase is saved, and trains the rows that it had."""
+    made: list[Any] = []
+    for stops in (False, True):
+        model, optimizer = converted(seed=1, explore=2)
+        train(model, optimizer, batches(6))
+        optimizer = GrassAdamW(model, lr=1e-2, seed=3)
+        model.mix.active.requires_grad_(False)
+        train(model, optimizer, batches(3))
+        if stops:
+            saved = through_file([model.state_dict(), optimizer.state_dict()])
+            model, _ = converted(seed=2, explore=2)
+            optimizer = GrassAdamW(model, lr=1e-2, seed=3)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        model.mix.active.requires_grad_(True)
+        train(model, optimizer, batches(3))
+        made.append(model)
+    assert_same_weights(*made)
+
+
+def test_rows_of_another_conversion_are_refused() -> None:
+    saved = converted(explore=2)[1].state_dict()
+    with pytest.raises(ValueError, match="State of 5 active rows, dim=1, for 'up' with 6, dim=1"):
+        converted(rank=4, explore=2)[1].load_state_dict(saved)
 
 
 @pytest.mark.parametrize("back_to", [1, INTERVAL - 1])

@@ -52,3 +52,26 @@ def test_a_batch_that_is_dropped_for_its_values_leaves_the_refresh_alone() -> No
         optimizer.step()
         optimizer.zero_grad()
     assert [optimizer.state[layer.active]["refreshes"] for layer in (model[0], model[2])] == [2, 2]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_compiled_code_drops_what_the_loop_drops(accumulate: int) -> None:
+    """And keeps what micro-batches gather."""
+    chosen = []
+    for compiled, dropped in [(False, False), (True, False), (True, True)]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        grass.compact(model, rank=0.25)
+        optimizer = GrassAdamW(model, update_interval=3, selection="top_r")
+        forward = torch.compile(model, backend="aot_eager") if compiled else model
+        data = torch.randn(9, accumulate, 8, 16, generator=torch.Generator().manual_seed(1))
+        for batches in data:
+            if dropped:
+                (1e3 * forward(batches[0].flip(1)).square().mean()).backward()
+                model.zero_grad()
+            for batch in batches:
+                forward(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        chosen.append([layer.selected.tolist() for layer in (model[0], model[2])])
+    assert chosen[0] == chosen[1] == chosen[2]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import grass
-from tests.compact_mode.networks import converted, selections, train
+from tests.compact_mode.networks import compact_layers, converted, selections, train
 from tests.distributed.training import assert_close, assert_trained_alike, joint_batches, train_jointly, weights
 from tests.distributed.world import run_world
 
@@ -66,3 +66,21 @@ def test_another_optimizer_attached() -> None:
     train(model, optimizer, joint_batches())
     for ours in run_world(attached, 2):
         assert_close(ours, weights(model))
+
+
+def unfrozen(rank: int) -> None:
+    """A loop that has frozen a model and unfreezes all of it, before DDP and the optimizer."""
+    model, _ = converted()
+    model.requires_grad_(False)
+    model.requires_grad_(True)
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match="built while weights of converted layers, as 'up', took gradients"):
+        grass.GrassAdamW(model)
+    del ddp
+    optimizer = grass.GrassAdamW(model)
+    train_jointly(DistributedDataParallel(model), optimizer, joint_batches(dtype=torch.float32))
+    assert all(layer.weight.grad is None for layer in compact_layers(model).values())
+
+
+def test_weights_that_were_unfrozen_before() -> None:
+    run_world(unfrozen, 2)

@@ -21,6 +21,7 @@ from grass.sweep.grid import Kind
 from grass.sweep.journal import Journal
 from grass.sweep.lock import Lock
 from grass.sweep.pool import Sweep
+from grass.sweep.worker import follow
 from tests.sweep import trials
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,15 @@ def test_sweeps_killed_at_random_moments_go_on(tmp_path) -> None:
         process.wait()
     assert trials.sweep(out) == solo(tmp_path)
     assert not any('"died"' in path.read_text() for path in out.glob("*.jsonl"))
+
+
+def test_a_checkpoint_behind_the_last_loss_is_named(tmp_path) -> None:
+    """The trial saved, was killed before it could yield, and goes on after the step whose loss is missing."""
+    path = tmp_path / "trial.jsonl"
+    Journal(path).append(step=2, loss=1.0)
+    ended = follow((pair for pair in ()), Journal(path), [], 4, None)
+    assert ended["end"] == "error"
+    assert ended["message"].startswith("The trial yielded step 2 last, not 4. It was interrupted before: if its ")
 
 
 def test_endings(tmp_path) -> None:
