@@ -1,3 +1,4 @@
+import io
 import sys
 
 import pytest
@@ -128,6 +129,34 @@ def test_muon_and_adamw_are_one_optimizer(model):
         torch.testing.assert_close(p, parameters[name], rtol=0, atol=0)
     assert sum(p.numel() for p in optimizer.param_groups[0]["params"]) == PROJECTED
     assert state_bytes(optimizer).device >= 4 * (PROJECTED + 2 * (PARAMETERS - PROJECTED))
+
+
+def made_with_muon():
+    torch.manual_seed(0)
+    model = build_llama(llama_config("1m", vocab_size=VOCAB, max_seq_len=16))
+    config = OptimizerConfig(name="muon", compact=True, rank=0.25, update_interval=3, lr=3e-3, scale=2.0)
+    return model, build_optimizer(model, config)
+
+
+def test_muon_in_compact_mode_goes_on_bit_for_bit():
+    """Attached to the active columns; the checkpoint holds both optimizers' states and the selection."""
+    whole, stopped = made_with_muon(), made_with_muon()
+    train(*whole, steps=5)
+    train(*stopped, steps=2)
+    columns, others = whole[1].param_groups
+    assert [group["lr"] for group in (columns, others)] == [6e-3, 3e-3]
+    assert sum(p.numel() for p in others["params"]) == PARAMETERS - PROJECTED
+    assert sum(p.numel() for p in columns["params"]) == PROJECTED // 2
+    file = io.BytesIO()
+    torch.save([stopped[0].state_dict(), stopped[1].state_dict()], file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    model, optimizer = made_with_muon()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, steps=3)
+    for (name, p), ours in zip(whole[0].named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, ours), name
 
 
 def test_bytes_of_states_and_gradients(model):

@@ -39,7 +39,7 @@ def add_optimizer_flags(add: AddFlag) -> None:
         add_option(add, name)
     for name in ("shard_bank", "stochastic_rounding", "warmup_after_refresh"):
         add_option(add, name)
-    add("--compact", action="store_true", help="grass: never form full gradients; dim auto is then 1")
+    add("--compact", action="store_true", help="grass, muon: never form full gradients; dim auto is then 1")
     add("--active-dtype", choices=("float32", "bfloat16"), help="--compact: of active rows; default: the weights'")
     add("--weights", choices=("int8",), help="--compact: precision of frozen weights; default: --dtype")
     add(

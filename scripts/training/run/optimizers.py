@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Adafactor, AdamW, Muon, Optimizer
 
-from grass import GrassAdamW, Offload, compact, param_groups
+from grass import GrassAdamW, Offload, attach, compact, param_groups
+from grass.compact_mode.layer import CompactLayer
 from grass.coverage import silent
 from grass.extras import optional
 from grass.options import DEFAULTS, Options, validate
@@ -36,6 +37,9 @@ READS = {
 }
 """Which of Grass's options the other optimizers read. ``seed`` is the run's too."""
 
+ATTACHED = ("update_interval", "selection", "state_policy", "seed", "refresh", "sketch_size")
+"""What :func:`grass.attach` takes."""
+
 GRASS = Options()
 """The defaults of :class:`grass.GrassAdamW`."""
 
@@ -58,7 +62,7 @@ class OptimizerConfig:
         scale: multiplies the update of projected weights (likewise); ``None`` is the method's default: ``"auto"`` for
             grass, 0.25 for galore, 1 for the others. Of muon it multiplies the learning rate of the same weights.
         dim: select rows (0), columns (1) or along the smaller dimension (``"auto"``, which is 1 in compact mode).
-        compact: convert the model to compact mode, so that full gradients are never formed.
+        compact: convert the model to compact mode, so that full gradients are never formed (grass, muon).
         active_dtype: precision of compact mode's active rows; ``None`` is the weights' precision, float32 for int8.
         weights: ``"int8"`` stores compact mode's frozen weights in 8 bits.
         offload: keep the optimizer's state in host memory and step there (grass, adamw). ``name="adamw"`` is then
@@ -102,10 +106,10 @@ class OptimizerConfig:
         if not (self.rank >= 1 if isinstance(self.rank, int) else 0 < self.rank <= 1):
             raise ValueError(f"Invalid rank={self.rank}: must be an integer >= 1 or a fraction in (0, 1]")
         validate({**self.common, "dim": self.dim, **self.grass})
-        if self.compact and (self.name != "grass" or self.replacement):
+        if self.compact and (self.name not in ("grass", "muon") or self.replacement):
             raise ValueError(
                 f"Invalid compact=True with name={self.name}, replacement={self.replacement}: compact mode "
-                "is grass's alone and draws without replacement"
+                "takes grass or muon and draws without replacement"
             )
         if not self.compact and (self.active_dtype or self.weights):
             raise ValueError(f"active_dtype={self.active_dtype}, weights={self.weights} need compact=True")
@@ -118,7 +122,8 @@ class OptimizerConfig:
     @property
     def unread(self) -> list[str]:
         """The options with other values than their defaults that this optimizer does not read."""
-        options = {"rank", *DEFAULTS} - READS.get(self.name, {"rank", *DEFAULTS})
+        read = READS.get(self.name, {"rank", *DEFAULTS}) | ({"rank", "explore", *ATTACHED} if self.compact else set())
+        options = {"rank", *DEFAULTS} - read
         return sorted(f.name for f in fields(self) if f.name in options and getattr(self, f.name) != f.default)
 
     @property
@@ -127,7 +132,7 @@ class OptimizerConfig:
 
         The peers' states hold pickled ``Projector`` objects, which ``torch.load(weights_only=True)`` refuses.
         """
-        return self.name in ("adamw", "grass")
+        return self.name in ("adamw", "grass", "muon")
 
     @property
     def common(self) -> dict[str, Any]:
@@ -236,9 +241,17 @@ class MuonAndAdamW(Optimizer):
     """``torch.optim.Muon`` for the projected weights and AdamW for all others, as one optimizer.
 
     Muon's updates are scaled to have AdamW's root mean square (``adjust_lr_fn="match_rms_adamw"``).
+
+    Args:
+        projected: the weights, or the active columns of ``model`` in compact mode.
+        others: all other parameters.
+        config: ``lr``, ``scale``, ``weight_decay``, and AdamW's ``betas`` and ``eps``.
+        model: a converted model, to which Muon is attached.
     """
 
-    def __init__(self, projected: list[Any], others: list[dict[str, Any]], config: OptimizerConfig) -> None:
+    def __init__(
+        self, projected: list[Any], others: list[Any], config: OptimizerConfig, model: nn.Module | None = None
+    ) -> None:
         scale = 1.0 if config.scale is None else config.scale
         lr, decay = config.lr * scale, config.weight_decay
         self._parts = (
@@ -246,8 +259,15 @@ class MuonAndAdamW(Optimizer):
             AdamW(others, **config.common, fused=True),
         )
         super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._join()
+        options = {name: config.grass[name] for name in ATTACHED if name in config.grass} | {"seed": config.seed}
+        self._attachment = None if model is None else attach(self._parts[0], model, **options)
+
+    def _join(self) -> None:
+        """Let both step by the state and the groups of this one."""
+        groups = list(self.param_groups)
         for part in self._parts:
-            part.state = self.state
+            part.state, part.param_groups = self.state, [groups.pop(0) for _ in part.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -257,8 +277,26 @@ class MuonAndAdamW(Optimizer):
         for part in self._parts:
             part.step()  # type: ignore[no-untyped-call]
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state of both, and of compact mode's selection."""
+        selected = {} if self._attachment is None else {"attachment": self._attachment.state_dict()}
+        return {**super().state_dict(), **selected}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; load the model first."""
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "attachment"})
+        self._join()
+        if self._attachment is not None:
+            self._attachment.load_state_dict(state_dict["attachment"])
+
 
 def _muon(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    if config.compact:
+        convert(model, config=config)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        active = {id(module.active) for module in model.modules() if isinstance(module, CompactLayer)}
+        columns, others = ([pair for pair in trained if (id(pair[1]) in active) == which] for which in (True, False))
+        return MuonAndAdamW(columns, others, config, model)
     with silent():
         projected, *rest = param_groups(model, config.rank)
     return MuonAndAdamW(projected["params"], [{"params": group["params"]} for group in rest], config)
