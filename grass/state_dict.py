@@ -89,10 +89,11 @@ class Loading:
             if layer and state:
                 check_rows(layer, state)
         groups = [dict(group) for group in loading["param_groups"]]
-        for ours, theirs in zip(optimizer.param_groups, groups, strict=False):
+        pairs = list(zip(optimizer.param_groups, groups, strict=False))
+        for ours, theirs in pairs:
             theirs["shard_bank"] = ours["shard_bank"]  # of these processes, not of those that saved
             validate({**optimizer.defaults, **theirs})
-            _report_replaced(ours, {**optimizer.defaults, **theirs})
+        _report_replaced([(ours, {**optimizer.defaults, **theirs}) for ours, theirs in pairs])
         return {**bare, "param_groups": groups}
 
     def _finish(self, optimizer: Optimizer) -> None:
@@ -163,9 +164,10 @@ class Loading:
         }
 
 
-def _report_replaced(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Say which settings of a group the saved ones replace: torch loads hyperparameters, too."""
-    replaced = [f"{key}={ours[key]!r} by {theirs[key]!r}" for key in ROW_KEYS if ours[key] != theirs[key]]
+def _report_replaced(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Say which settings of groups the saved ones replace: torch loads hyperparameters, too."""
+    changed = ((key, ours, theirs) for ours, theirs in pairs for key in ROW_KEYS if ours[key] != theirs[key])
+    replaced = dict.fromkeys(f"{key}={ours[key]!r} by {theirs[key]!r}" for key, ours, theirs in changed)
     if replaced:
         logger.warning("Grass: load_state_dict replaces %s, as it was saved", ", ".join(replaced))
 

@@ -107,6 +107,16 @@ def redundancy_free(rank: int) -> None:
     train_jointly(DistributedDataParallel(model), optimizer, joint_batches(1))
 
 
+def redundancy_free_dense(rank: int, alone: bool) -> dict[str, Tensor]:
+    """In dense mode each rank steps its own weights, with a group of its own."""
+    model, _ = dense()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), grass.GrassAdamW, lr=1e-2, rank=3)
+    if alone:
+        optimizer.optim.process_group = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
+    train_jointly(DistributedDataParallel(model), optimizer, joint_batches(3))
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
 def other_rank(rank: int) -> None:
     ReducedAllreduceState(dense(rank=4 if rank == 1 else 3)[1])
 
@@ -184,6 +194,15 @@ def test_every_rank_says_what_differs(body: object, size: int, message: str) -> 
     for outcome in attempt_world(body, size):
         assert outcome.error != HANG
         assert message in outcome.error
+
+
+def test_redundancy_free_in_dense_mode() -> None:
+    for outcome in attempt_world(redundancy_free_dense, 2, False):
+        assert "set optimizer.process_group to the ranks that do" in outcome.error
+    first, second = run_world(redundancy_free_dense, 2, True)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    before = dict(dense()[0].named_parameters())
+    assert not any(torch.equal(value, before[name]) for name, value in first.items())
 
 
 @pytest.mark.parametrize(
