@@ -62,6 +62,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "law_losses": exploring.law_losses,
     "long_runs": exploring.long_runs,
     "residual_mlp": exploring.residual_mlp,
+    "muon": exploring.muon,
     "law": partial(exploring.law, "270"),
     "law_short": partial(exploring.law, "540"),
     "law_full": partial(exploring.law, "2150"),

@@ -187,14 +187,31 @@ def long_runs() -> str:
     return table(["model", *LONG_RANKS.values()], lines)
 
 
-def _best_of(rows: list[Row]) -> str:
+def muon() -> str:
+    """Losses under AdamW and under Muon by the share of columns that train, each at the best rate of the first seed."""
+    runs: dict[tuple[str, str, str], list[Row]] = {}
+    for row in select("cells.csv", "pretrain & 1m"):
+        values = settings_of(row)
+        rank = values.get("rank", "0.25" if "compact" in values else "1.0")
+        if "autocast" in values and values["lr"] == str(RATE) and is_of_the_law({**values, "rank": rank}):
+            runs.setdefault((row["optimizer"], row["steps"], rank), []).append(row)
+    lines = []
+    for steps, horizon in HORIZONS.items():
+        for rank, label in LONG_RANKS.items():
+            both = [_best_of(runs.get((optimizer, steps, rank), []), steps) for optimizer in ("grass", "muon")]
+            if both[1]:
+                lines.append([horizon, "all columns" if rank == "1.0" else label, *both])
+    return table(["", "what trains", "AdamW and Grass", "Muon"], lines)
+
+
+def _best_of(rows: list[Row], steps: str = "2150") -> str:
     """The losses by seed at the best rate; with moments of 8 bits only where no others ran."""
     usual = [row for row in rows if "moment_dtype" not in settings_of(row)]
     if not (first := [row for row in usual or rows if row["seed"] == "0"]):
         return ""
     best = min(first, key=lambda row: float(row["loss_100"]))["settings"]
     note = "" if usual else " (moments of 8 bits)"
-    return _by_seed(final([row for row in rows if row["settings"] == best], "2150")) + note
+    return _by_seed(final([row for row in rows if row["settings"] == best], steps)) + note
 
 
 def residual_mlp() -> str:
