@@ -81,7 +81,8 @@ class Loading:
         for position, ((p, group), key) in enumerate(zip(_with_groups(optimizer), keys, strict=False)):
             layer, state = self.layers.get(id(p)), self._exact.get(position)
             selects = layer is not None or is_projected(p, group)
-            if loading["state"].get(key) and selects != (state is not None and selects_rows(state)):
+            fits = layer is not None if state and "chosen" in state else selects == bool(state and "indices" in state)
+            if loading["state"].get(key) and not fits:
                 raise ValueError(
                     f"State of parameter {key} of shape {tuple(p.shape)} is that of plain AdamW or of other rows: "
                     "optimizer state does not carry over between AdamW, dense and compact mode; load only the model"
@@ -125,7 +126,7 @@ class Loading:
                 continue
             if not (has_master := self._has_master(p, group)):
                 bare[key] = state = {k: v for k, v in state.items() if k != "master"}
-            if selects_rows(state) or has_master:
+            if "indices" in state or "chosen" in state or has_master:
                 self._exact[position], bare[key] = state, {}
         return {**state_dict, "state": bare}
 
@@ -170,11 +171,6 @@ def _report_replaced(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None
     replaced = dict.fromkeys(f"{key}={ours[key]!r} by {theirs[key]!r}" for key, ours, theirs in changed)
     if replaced:
         logger.warning("Grass: load_state_dict replaces %s, as it was saved", ", ".join(replaced))
-
-
-def selects_rows(state: State) -> bool:
-    """Whether it is the state of a weight of which rows are selected, be it before its first step."""
-    return "indices" in state or "chosen" in state
 
 
 def _with_groups(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:

@@ -193,6 +193,15 @@ def test_rows_of_another_conversion_are_refused() -> None:
         converted(rank=4, explore=2)[1].load_state_dict(saved)
 
 
+def test_dense_mode_refuses_layers_that_wait() -> None:
+    model, optimizer = converted()
+    model.mix.active.requires_grad_(False)
+    train(model, optimizer, batches(1))
+    dense = GrassAdamW([{"params": list(Network().parameters()), "rank": 3}])
+    with pytest.raises(ValueError, match="does not carry over between AdamW, dense and compact mode"):
+        dense.load_state_dict(optimizer.state_dict())
+
+
 @pytest.mark.parametrize("back_to", [1, INTERVAL - 1])
 def test_going_back_amid_a_gathered_sketch(back_to: int) -> None:
     """What the abandoned backward has gathered is forgotten."""
