@@ -44,8 +44,8 @@ class AveragedModel(swa_utils.AveragedModel):
             same.
         multi_avg_fn: averages a list of tensors at once.
         use_buffers: average the buffers too instead of copying them.
-        dtype: least precision of the averages. A step of an average is often smaller than the spacing of bfloat16, so
-            that averages of this type would not move. ``None``: that of the weights.
+        dtype: least precision of the averages, and of buffers. A step of an average is often smaller than the spacing
+            of bfloat16, so that averages of this type would not move. ``None``: that of the weights.
 
     Raises:
         ValueError: the model is sharded; or in :meth:`update_parameters`, its parameters are not those of the copy.
@@ -66,9 +66,9 @@ class AveragedModel(swa_utils.AveragedModel):
             raise ValueError("AveragedModel takes whole parameters, got DTensors: average gathered state dicts instead")
         super().__init__(model, device, avg_fn, multi_avg_fn, use_buffers)
         expand(self.module)
-        for p in self.module.parameters():
-            if dtype is not None and p.is_floating_point():
-                p.data = p.data.to(torch.promote_types(p.dtype, dtype))
+        for values in (*self.module.parameters(), *self.module.buffers()):
+            if dtype is not None and values.is_floating_point():
+                values.data = values.data.to(torch.promote_types(values.dtype, dtype))
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:

@@ -47,7 +47,9 @@ def completed(state_dict: dict[str, Any], optimizer: Optimizer, layers: Layers, 
         elif "bank_steps" in state and ranks.group is not None and shares_bank(group):
             state = state_dict["state"][position] = assembled_bank(state, _matrix_shape(p, group, layers), ranks.group)
         if "active" in state:
-            values = layers[id(p)].selected_part(p.detach())
+            if id(p) not in layers:
+                raise RuntimeError("The optimizer was copied without its model: copy.deepcopy((model, optimizer))")
+            values = p.detach() if "chosen" in state else layers[id(p)].selected_part(p.detach())
             state_dict["state"][position] = {**state, "active": values.clone()}
     return state_dict
 

@@ -138,14 +138,15 @@ class CompactLayer(ActiveRows):
 
     @torch.no_grad()
     def restore(self, indices: Tensor, explored: Tensor, values: Tensor | None = None) -> None:
-        """Return to saved rows, selected and explored, with saved values where the weight's precision is less."""
+        """Return to saved rows, with saved values, of all or of the selected ones, where the weight is less precise."""
         self.end_sketch()
         self.finish_writing()
         self.selected.copy_(indices)
         self.explored.copy_(explored)
         self.reload()
         if values is not None:
-            self.selected_part(self.rows()).copy_(local(values))
+            rows, values = self.rows(), local(values)
+            (rows if values.shape == rows.shape else self.selected_part(rows)).copy_(values)
             self.synced.stepped = True
         self.mark_synced()
 
@@ -394,7 +395,7 @@ class CompactLayer(ActiveRows):
         self.signs = signs
         options: dict[str, Any] = {"dtype": torch.float32, "device": self.weight.device, "requires_grad": True}
         self.sketch = torch.zeros(self.shape[self.dim], width, **options)
-        self.sketch.register_hook(Renewed(self))
+        self.sketch.register_hook(Renewed(self))  # type: ignore[no-untyped-call]
 
     def fed_sketch(self) -> Tensor | None:
         """The sketch that the backward of this forward adds to: none if the rows are frozen.

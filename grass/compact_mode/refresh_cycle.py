@@ -95,23 +95,17 @@ def check_can_be_sharded(layer: CompactLayer) -> None:
 
 def check_rows(layer: CompactLayer, state: State) -> None:
     """Raise ``ValueError`` if a state was saved with other numbers of rows than the layer has."""
-    if "indices" not in state:
-        if (len(state["chosen"]), state["dim"]) != (len(layer.chosen), layer.dim):
-            raise ValueError(
-                f"State of {len(state['chosen'])} active rows, dim={state['dim']}, for {layer.label!r} with "
-                f"{len(layer.chosen)}, dim={layer.dim}: convert the model as the one that was saved"
-            )
-        return
-    rank = layer.rank * layer.strata
-    if (len(state["indices"]), state["dim"]) != (rank, layer.dim):
+    count, rank = layer.explored.numel() * layer.strata, layer.rank * layer.strata
+    explored = state.get("explored", count)
+    selected = len(state["indices"]) if "indices" in state else len(state["chosen"]) - explored
+    if (selected, state["dim"]) != (rank, layer.dim):
         raise ValueError(
-            f"State of active rows with rank={len(state['indices'])}, dim={state['dim']} for {layer.label!r} "
+            f"State of active rows with rank={selected}, dim={state['dim']} for {layer.label!r} "
             f"with rank={rank}, dim={layer.dim}: convert the model as the one that was saved"
         )
-    count = layer.explored.numel() * layer.strata
-    if (saved := state.get("explored", count)) != count:
+    if explored != count:
         raise ValueError(
-            f"State of active rows with explore={saved} for {layer.label!r} with explore={count}: convert the model "
+            f"State of active rows with explore={explored} for {layer.label!r} with explore={count}: convert the model "
             "as the one that was saved"
         )
 
@@ -127,14 +121,14 @@ def reserve_rows(state: State, layer: CompactLayer) -> None:
 
 
 def waiting(layer: CompactLayer) -> State:
-    """What to save of a layer that was not stepped: its rows.
+    """What to save of a layer that was not stepped: its rows, and their values where the weight cannot hold them.
 
-    They need not be those that a conversion draws, but may be an earlier optimizer's, or from :func:`take_over`. Of a
-    layer that ranks divide nothing is saved.
+    They need not be the rows that a conversion draws, but may be an earlier optimizer's, or from :func:`take_over`.
+    Of a layer that ranks divide nothing is saved.
     """
     if layer.strata > 1:
         return {}
-    state: State = {"chosen": layer.chosen.clone(), "dim": layer.dim}
+    state: State = {"step": 0, "chosen": layer.chosen.clone(), "explored": layer.explored.numel(), "dim": layer.dim}
     reserve_rows(state, layer)
     return state
 

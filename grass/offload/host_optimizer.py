@@ -77,9 +77,10 @@ class HostOptimizer:
     def step(self, groups: Groups, whole: OptimizerStep) -> None:
         """Queue the step of all parameters that have a gradient.
 
-        If this is interrupted, either all of them step, beside the caller, or nothing has happened.
+        The first is waited for: code that takes it to have state, as ``set_optimizer_state_dict``, reads this next. If
+        this is interrupted, either all of them step, beside the caller, or nothing has happened.
         """
-        restore, self.last_tasks, chooses = restorer(whole), [], False
+        restore, self.last_tasks, chooses, is_first = restorer(whole), [], False, not whole.states
         try:
             unguarded, chooses, host = self._queue(groups, whole)
         except BaseException:
@@ -87,7 +88,7 @@ class HostOptimizer:
                 self._pending = {}
                 restore()
             raise
-        self.finish(unguarded)
+        self.finish(None if is_first else unguarded)
         if chooses:
             host.ranks.verify_selection(host.chosen)
 

@@ -156,6 +156,14 @@ def test_an_evaluation_of_the_average_after_a_resume() -> None:
         assert torch.equal(ours.active, theirs.active), name
 
 
+def test_buffers_of_half_precision_fit_the_averages() -> None:
+    model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16)).bfloat16()
+    averaged = AveragedModel(model)
+    averaged.update_parameters(model)
+    swa_utils.update_bn([torch.randn(8, 12)], averaged)
+    assert averaged(torch.randn(8, 12)).dtype == torch.float32
+
+
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_buffers(use_buffers: bool) -> None:
     """The same as torch's class on the plain model, also in dense mode."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -143,11 +144,11 @@ def in_phases(model: nn.Module, through: str, seed: int) -> tuple[nn.Module, Any
 
 
 @pytest.mark.parametrize("through", ["GrassAdamW", "attach"])
-@pytest.mark.parametrize("active", [None, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seeds", [(0, 1, 2), (0, 0, 0)], ids=["other seeds", "one seed"])
-def test_a_phase_that_was_saved_before_its_first_step(seeds: tuple, active: torch.dtype | None, through: str) -> None:
+def test_a_phase_that_was_saved_before_its_first_step(seeds: tuple, dtype: torch.dtype, through: str) -> None:
     """An earlier optimizer, or another seed, has given layers other columns than a conversion does."""
-    dtype = torch.float32 if active is None else torch.bfloat16
+    active = torch.float32 if dtype == torch.bfloat16 else None
     made: list[Any] = []
     for stops in (False, True):
         model = Network(dtype)
@@ -187,10 +188,53 @@ def test_a_layer_that_is_frozen_for_a_phase() -> None:
     assert_same_weights(*made)
 
 
+@pytest.mark.parametrize("options", [{"weights": "int8"}, {"weights": "int8", "dim": 0}, {}])
+def test_a_model_that_was_saved_before_any_step(options: dict[str, Any]) -> None:
+    """Codes hold neither selected nor explored columns as the conversion left them."""
+    made: list[Any] = []
+    for stops in (False, True):
+        model = Network()
+        grass.compact(model, rank=3, explore=2, **options)
+        optimizer = GrassAdamW(model, lr=1e-2)
+        if stops:
+            saved = through_file([model.state_dict(), optimizer.state_dict()])
+            model = Network()
+            grass.compact(model, rank=3, explore=2, seed=5, **options)
+            optimizer = GrassAdamW(model, lr=1e-2)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        train(model, optimizer, batches(3))
+        made.append(model)
+    assert_same_weights(*made)
+
+
+def test_a_copy_without_its_model_is_not_saved() -> None:
+    model, optimizer = converted(torch.bfloat16, active=torch.float32)
+    train(model, optimizer, batches(1, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="copied without its model"):
+        copy.deepcopy(optimizer).state_dict()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_flat_states_of_an_offloaded_optimizer() -> None:
+    """Torch makes the state to be filled by a step, and reads its keys right after."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = converted(offload="cpu")
+    train(model, optimizer, batches(3))
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=flat))
+    for _ in range(5):
+        other, other_optimizer = converted(offload="cpu", seed=2)
+        other.load_state_dict(model.state_dict())
+        set_optimizer_state_dict(other, other_optimizer, saved, options=flat)
+        assert_same_state(other_optimizer.state_dict(), optimizer.state_dict())
+
+
 def test_rows_of_another_conversion_are_refused() -> None:
+    with pytest.raises(ValueError, match="explore=2 for 'up' with explore=3"):
+        converted(explore=3)[1].load_state_dict(converted(explore=2)[1].state_dict())
     saved = converted(explore=2)[1].state_dict()
-    with pytest.raises(ValueError, match="State of 5 active rows, dim=1, for 'up' with 6, dim=1"):
-        converted(rank=4, explore=2)[1].load_state_dict(saved)
+    with pytest.raises(ValueError, match="rank=3, dim=1 for 'up' with rank=4, dim=1: convert"):
+        converted(rank=4, explore=1)[1].load_state_dict(saved)
 
 
 def test_dense_mode_refuses_layers_that_wait() -> None:
