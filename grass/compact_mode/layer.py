@@ -27,6 +27,7 @@ rows agree, and who hears of it) and :mod:`~grass.compact_mode.linear_function` 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -395,13 +396,15 @@ class CompactLayer(ActiveRows):
         self.signs = signs
         options: dict[str, Any] = {"dtype": torch.float32, "device": self.weight.device, "requires_grad": True}
         self.sketch = torch.zeros(self.shape[self.dim], width, **options)
-        self.sketch.register_hook(Renewed(self))  # type: ignore[no-untyped-call]
+        renew = functools.partial(_renew, weakref.ref(self))
+        renew.__torch_unserializable__ = True  # type: ignore[attr-defined]  # copies have no hook, and no warning
+        self.sketch.register_hook(renew)  # type: ignore[no-untyped-call]
 
     def fed_sketch(self) -> Tensor | None:
         """The sketch that the backward of this forward adds to: none if the rows are frozen.
 
         What was gathered with gradients that the loop has dropped, as by ``model.zero_grad()``, is dropped too; of
-        compiled code by :class:`Renewed`. Gradients of sharded rows are elsewhere until the step.
+        compiled code before it adds to the sketch. Gradients of sharded rows are elsewhere until the step.
         """
         if self.sketch is None or not self.active.requires_grad:
             return None
@@ -441,18 +444,11 @@ class CompactLayer(ActiveRows):
         return f"{super().extra_repr()}, {self.rows_repr()}{weights}"
 
 
-class Renewed:
-    """A hook of a layer's sketch, before a backward of compiled code adds to it: that adds to the active rows later."""
-
-    __torch_unserializable__ = True  # copies and pickles of a sketch have no hook, and no warning
-
-    def __init__(self, layer: CompactLayer) -> None:
-        self._layer = weakref.ref(layer)
-
-    def __call__(self, grad: Tensor) -> None:
-        """Drop what was gathered with gradients that the loop has dropped since."""
-        if (layer := self._layer()) is not None:
-            layer.renew_sketch()
+@torch.compiler.disable(reason="a hook of the backward of compiled code")  # type: ignore[no-untyped-call, untyped-decorator]
+def _renew(reference: weakref.ref[CompactLayer], grad: Tensor) -> None:
+    """Before a sketch is added to: compiled code adds to it first, to the active rows later."""
+    if (layer := reference()) is not None:
+        layer.renew_sketch()
 
 
 class CompactLinear(CompactLayer, nn.Linear):

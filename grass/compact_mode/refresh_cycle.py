@@ -142,11 +142,8 @@ def wait_again(layer: CompactLayer, state: State, options: Options) -> None:
 
 def resume(layer: CompactLayer, state: State, values: Tensor | None, options: Options, index: int) -> None:
     """Return a layer to the rows of a loaded state; ``values`` as in :meth:`CompactLayer.restore`."""
-    key, indices, chosen = (
-        (options.seed, layer.place(index), state["step"]),
-        state["indices"],
-        state.pop("chosen", None),
-    )
+    key = options.seed, layer.place(index), state["step"]
+    indices, chosen = state["indices"], state.pop("chosen", None)
     if chosen is not None:
         explored = chosen[layer.rank :]
     elif _draws_again(layer, state):

@@ -87,10 +87,8 @@ def follow(pairs: Pairs, journal: Journal, rivals: list[Journal], steps: int, st
     if not reached:
         return {"misuse": NOTHING}
     if reached < steps:
-        return {
-            "end": "error",
-            "message": f"The trial yielded step {reached} last, not {steps}{SKIPPED if resumed else ''}",
-        }
+        why = SKIPPED if resumed else ""
+        return {"end": "error", "message": f"The trial yielded step {reached} last, not {steps}{why}"}
     return {"end": "done"}
 
 
