@@ -31,6 +31,7 @@ def test_a_history_without_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
         history.table()
 
 
+@pytest.mark.slow
 def test_a_report_without_pandas() -> None:
     script = Path(__file__).parents[1] / "scripts" / "report.py"
     code = f"import sys, runpy; sys.modules['pandas'] = None; runpy.run_path({str(script)!r})"

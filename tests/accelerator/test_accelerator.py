@@ -13,8 +13,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FILES = sorted(path.name for path in HERE.glob("on_*.py"))
 NO_TESTS = 5  # pytest's exit status
-QUICK = ("on_device.py", "on_fuzz.py")
-LONGER = ("on_interrupts.py", "on_ranks.py", "on_training.py")
+QUICK = ("on_device.py",)
+LONGER = ("on_fuzz.py", "on_interrupts.py", "on_ranks.py", "on_training.py")
 ONLY_SOAK = ("on_memory.py",)
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

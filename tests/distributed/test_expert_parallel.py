@@ -152,6 +152,7 @@ def resumed(rank: int, sizes: tuple[int, ...], dim: int) -> None:
         assert_close(weights(other), weights(model), rtol=0.0, atol=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_state_dicts(dim: int) -> None:
     run_world(resumed, 2, (2,), dim)

@@ -63,6 +63,7 @@ def cells(table, label):
     return re.search(rf"^{label} +(.*)$", table, re.M).group(1).split()
 
 
+@pytest.mark.slow
 def test_the_command_plans_several_devices(capsys):
     budget = ["--tokens", "26B", "--tflops", "100"]
     main(["--model", "13b", "--gpus", "8", "--fsdp", "--gpu", "24GB", *budget])

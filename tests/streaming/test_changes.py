@@ -123,6 +123,7 @@ def test_closed_between_forward_and_backward(tiny_llama: Any) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
 
 
+@pytest.mark.slow
 def test_a_step_that_begins_while_a_copy_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy waits for it: its version has counted the step, whose update runs later in another thread."""
     model, optimizer = build("compact", streamed=True, offload="cpu", stream={"cache": 1 << 20})

@@ -31,6 +31,7 @@ def test_a_base_is_a_trained_model_with_its_tokenizer(base):
         assert model(input_ids=ids, labels=ids).loss < torch.tensor(len(tokenizer)).log() - 0.3
 
 
+@pytest.mark.slow
 def test_the_same_every_time(base, base_files, tmp_path):
     again = module.ensure_base(tmp_path / "base", steps=10, files=base_files)
     assert again == tmp_path / "base"

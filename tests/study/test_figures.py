@@ -43,6 +43,7 @@ def drawn(axes):
     return {line.get_label().split()[0]: line.get_xydata() for line in axes.lines}
 
 
+@pytest.mark.slow
 def test_figures_are_drawn(directory):
     """Sweeps of two methods over two rates; the mean of two seeds against tokens and against time."""
     plt.close("all")

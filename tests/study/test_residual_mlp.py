@@ -1,6 +1,7 @@
 import math
 
 import pandas as pd
+import pytest
 import residual_mlp
 
 
@@ -12,6 +13,7 @@ def test_all_methods_begin_alike(tmp_path):
     assert found.groupby("method").size().to_dict() == dict.fromkeys(residual_mlp.METHODS, 6)
 
 
+@pytest.mark.slow
 def test_it_learns():
     text = residual_mlp.text_of_the_library()
     for rank in residual_mlp.METHODS.values():

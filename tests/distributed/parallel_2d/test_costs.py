@@ -66,7 +66,8 @@ def saved_on_a_grid(rank: int, ranks: int) -> tuple[int, int]:
     return whole, saved_bytes(model, x)
 
 
-@pytest.mark.parametrize("ranks", [4, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 9])
 def test_ranks_save_their_share_of_activations(ranks: int) -> None:
     model, x = SCRIPT["chain"](SIZES), torch.randn(SIZES.tokens, SIZES.hidden, dtype=torch.float64)
     whole = saved_bytes(model, x)

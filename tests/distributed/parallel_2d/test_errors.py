@@ -84,6 +84,7 @@ def _refused_afterwards(model: Any) -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_what_is_refused() -> None:
     assert run_world(refused, 4) == [len(MODELS)] * 4
 
