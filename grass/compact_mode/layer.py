@@ -446,8 +446,12 @@ class CompactLayer(ActiveRows):
 
 @torch.compiler.disable(reason="a hook of the backward of compiled code")  # type: ignore[no-untyped-call, untyped-decorator]
 def _renew(reference: weakref.ref[CompactLayer], grad: Tensor) -> None:
-    """Before a sketch is added to: compiled code adds to it first, to the active rows later."""
-    if (layer := reference()) is not None:
+    """Before a sketch is added to: compiled code adds to it first, to the active rows later.
+
+    Where the weight comes and goes, as in a streamed model, so do gradients.
+    """
+    layer = reference()
+    if layer is not None and not any(listener.moves_weight for listener in layer.listeners):
         layer.renew_sketch()
 
 
