@@ -448,7 +448,7 @@ class CompactLayer(ActiveRows):
 def _renew(reference: weakref.ref[CompactLayer], grad: Tensor) -> None:
     """Before a sketch is added to: compiled code adds to it first, to the active rows later.
 
-    Where the weight comes and goes, as in a streamed model, so do gradients.
+    Where the weight comes and goes, gradients do, too.
     """
     layer = reference()
     if layer is not None and not any(listener.moves_weight for listener in layer.listeners):
