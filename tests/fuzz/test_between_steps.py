@@ -146,7 +146,7 @@ every_case = given(settings_of(), places(), st.lists(st.one_of(ACTIONS), min_siz
 
 
 @every_case
-@settings(max_examples=40)
+@settings(max_examples=60)
 def test_between_steps(setting: Setting, place: Place, actions: list[Action], late: bool) -> None:
     in_lockstep(setting, place, actions, late=late)
 
