@@ -89,7 +89,7 @@ fi
 bench() { # bench NAME SECONDS SCRIPT
     wanted "$1" && run "$1" "$2" "$python" "scripts/bench/$3" --out "$out" ${smoke[@]+"${smoke[@]}"}
 }
-bench train_step 240 gpu_train_step.py
+bench train_step 300 gpu_train_step.py
 bench capped_training 300 capped_training.py
 bench offload 150 gpu_offload.py
 bench streaming 150 gpu_streaming.py

@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "frontier": exploring.frontier,
     "width": exploring.width,
     "widest": exploring.widest,
+    "long_methods": exploring.long_methods,
     "law_fit": exploring.law_fit,
     "law_losses": exploring.law_losses,
     "long_runs": exploring.long_runs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 from statistics import fmean
 
@@ -25,7 +26,21 @@ LONG_RUNS = {
     "29 million, 768, on an H100": ("gpu/cells.csv", "28m-wide", "bf16 autocast"),
 }
 """Where the runs of 2,150 steps are: file, model and precision."""
+HEAD_OF_METHODS = [
+    "method",
+    "loss by seed",
+    "rates of linear layers tried",
+    "best",
+    "other rate",
+    "gradients + state",
+]
 LONG_RANKS = {"1.0": "AdamW, two rates", "0.25": "r = q = n/4", "0.125": "n/8", "0.0625": "n/16"}
+LONG_METHODS = {
+    ("adamw", "0.25"): "AdamW, one rate",
+    **{("grass", rank): name for rank, name in LONG_RANKS.items()},
+    ("muon", "0.25"): "Muon, r = q = n/4",
+}
+"""Optimizer and rank of the columns of their table."""
 
 
 def is_of_the_law(values: dict[str, str]) -> bool:
@@ -138,12 +153,12 @@ def law_losses() -> str:
 
 
 def _by_width_and_horizon() -> dict[tuple[int, int], dict[float, Row]]:
-    """The rows of ``law.csv`` of which AdamW's best rate is known, by the share that moves."""
+    """The rows of ``law.csv`` of which AdamW's best rate is known, by the share that moves; where there are others."""
     groups: dict[tuple[int, int], dict[float, Row]] = {}
     for row in read("law.csv"):
         if row["times"]:
             groups.setdefault((int(row["hidden"]), int(row["steps"])), {})[float(row["moving"])] = row
-    return dict(sorted(groups.items()))
+    return {key: of for key, of in sorted(groups.items()) if len(of) > 1}
 
 
 def _shares() -> list[float]:
@@ -173,18 +188,24 @@ def _times(row: Row) -> str:
 
 
 def long_runs() -> str:
-    """Losses after 2,150 steps by model and share, by seed at the rate that is best with the first."""
+    """Losses after 2,150 steps by model and method, by seed at the rate that is best with the first."""
     lines = []
     for label, (name, model, precision) in LONG_RUNS.items():
-        by_rank: dict[str, list[Row]] = {}
-        for row in select(name, f"pretrain & {model} & steps=2150 & grass"):
+        found: dict[tuple[str, str], list[Row]] = {}
+        for row in select(name, f"pretrain & {model} & steps=2150"):
             values = settings_of(row)
             values.pop("moment_dtype", None)
-            fits = ("autocast" in values) == (precision == "float32")
-            if fits and values["lr"] == str(RATE) and is_of_the_law(values):
-                by_rank.setdefault(values.get("rank", "0.25"), []).append(row)
-        lines.append([f"{label}, {precision}", *(_best_of(by_rank.get(rank, [])) for rank in LONG_RANKS)])
-    return table(["model", *LONG_RANKS.values()], lines)
+            if ("autocast" in values) == (precision == "float32") and _is_plain(row["optimizer"], values):
+                found.setdefault((row["optimizer"], values.get("rank", "0.25")), []).append(row)
+        lines.append([f"{label}, {precision}", *(_best_of(found.get(key, [])) for key in LONG_METHODS)])
+    return table(["model", *LONG_METHODS.values()], lines)
+
+
+def _is_plain(optimizer: str, values: dict[str, str]) -> bool:
+    """Whether a cell of the long runs has default options: AdamW with one rate, or a cell of the law, also of Muon."""
+    if optimizer == "adamw":
+        return set(values) <= {"lr", "autocast"}
+    return values["lr"] == str(RATE) and is_of_the_law(values)
 
 
 def muon() -> str:
@@ -223,33 +244,41 @@ def residual_mlp() -> str:
 
 
 def widest() -> str:
-    """Every method on the widest model, at the best of its rates of the linear layers: loss, memory and time.
+    """Every method on the widest model, at the best of its rates of the linear layers: loss, memory and time."""
+    rows = select("cells.csv", "pretrain & 270 & model=28m-wide")
+    lines = ([*line, *_peak_and_time(first)] for line, first in _by_method(rows))
+    return table([*HEAD_OF_METHODS, "peak", "step time"], lines)
 
-    The best is that of the first seed, which ran with all rates.
+
+def long_methods() -> str:
+    """Every method after 2,150 steps on the widest model, on a GPU."""
+    rows = select("gpu/cells.csv", "pretrain & 2150 & model=28m-wide")
+    return table(HEAD_OF_METHODS, (line for line, _ in _by_method(rows)))
+
+
+def _by_method(cells: list[Row]) -> Iterator[tuple[list[str], Row]]:
+    """A line of each method at the best of its rates and the cell of its first seed, the lowest loss first.
+
+    The best rates are those of the first seed, which ran with all.
     """
     found: dict[str, dict[tuple[float, float], list[Row]]] = {}
-    for row in select("cells.csv", "pretrain & 270 & model=28m-wide"):
+    for row in cells:
         rates = found.setdefault(method_of_the_widest(row), {})
         values = settings_of(row)
         rates.setdefault((float(values["lr"]), float(values.get("scale", 1))), []).append(row)
-    order = sorted(found.items(), key=lambda item: min(map(_of_first_seed, item[1].values())))
-    head = ["method", "loss by seed", "rates of linear layers tried", "best", "other rate", "gradients + state"]
-    return table([*head, "peak", "step time"], [_line_of_the_widest(*item) for item in order])
-
-
-def _line_of_the_widest(method: str, rates: dict[tuple[float, float], list[Row]]) -> list[str]:
-    best = min(rates, key=lambda rate: _of_first_seed(rates[rate]))
-    rows = sorted(rates[best], key=lambda row: int(row["seed"]))
-    held = (int(rows[0]["state_bytes"]) + int(rows[0]["gradient_bytes"])) / 1e6
-    return [
-        method,
-        " ".join(f"{float(row['loss_100']):.3f}" for row in rows),
-        ", ".join(_plain(lr * scale) for lr, scale in sorted(rates, key=lambda rate: rate[0] * rate[1])),
-        _plain(best[0] * best[1]),
-        _plain(best[0]),
-        f"{held:.0f} MB",
-        *_peak_and_time(rows[0]),
-    ]
+    for method, rates in sorted(found.items(), key=lambda item: min(map(_of_first_seed, item[1].values()))):
+        best = min(rates, key=lambda rate: _of_first_seed(rates[rate]))
+        rows = sorted(rates[best], key=lambda row: int(row["seed"]))
+        held = (int(rows[0]["state_bytes"]) + int(rows[0]["gradient_bytes"])) / 1e6
+        line = [
+            method,
+            " ".join(f"{float(row['loss_100']):.3f}" for row in rows),
+            ", ".join(_plain(lr * scale) for lr, scale in sorted(rates, key=lambda rate: rate[0] * rate[1])),
+            _plain(best[0] * best[1]),
+            _plain(best[0]),
+            f"{held:.0f} MB",
+        ]
+        yield line, rows[0]
 
 
 def _peak_and_time(row: Row) -> list[str]:
@@ -272,9 +301,13 @@ def _of_first_seed(rows: list[Row]) -> float:
 
 
 def method_of_the_widest(row: Row) -> str:
-    """What a cell of the widest model trains with; of compact mode with its fraction."""
+    """What a cell of the widest model trains with; of compact mode with its fractions."""
     name, values = method_name(row["optimizer"], row["settings"]), settings_of(row)
-    return f"{name}, r = q = {Fraction(values.get('rank', '0.25'))} n" if "compact" in values else name
+    if "compact" not in values:
+        return name
+    rank, explore = (Fraction(values.get(key, values.get("rank", "0.25"))) for key in ("rank", "explore"))
+    shares = f"r = q = {rank} n" if rank == explore else f"r = {rank} n, q = {explore} n"
+    return f"{name}, {shares}" + (", bf16, 8-bit moments" if "bf16_weights" in values else "")
 
 
 def starting_rates() -> str:

@@ -14,12 +14,13 @@ LONG = ("28m-wide", "2150", "0")
 
 def steps() -> str:
     """Whole training steps."""
-    header = ["", "ms", "tokens/s", "times AdamW", "peak"]
+    header = ["", "sequences", "ms", "tokens/s", "times AdamW", "peak"]
     return table(
         header,
         (
             [
                 label(row["optimizer"]),
+                row["batch_size"],
                 number(row["step_ms"], ".0f"),
                 number(row["tokens_per_s"], ",.0f"),
                 number(row["times_adamw"], ".2f"),

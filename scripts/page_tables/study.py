@@ -138,12 +138,12 @@ def method_name(optimizer: str, settings: str) -> str:
     """What a cell trains by."""
     if optimizer == "prototype":
         return "prototype"
+    compact = "compact=True" in settings
     if optimizer != "grass":
-        return NAMES.get(optimizer, optimizer.capitalize())
+        return NAMES.get(optimizer, optimizer.capitalize()) + (" compact" if compact else "")
     if "rank=1.0" in settings:
         return "AdamW, two rates"
-    mode = "compact" if "compact=True" in settings else "dense"
-    return f"Grass {mode}"
+    return f"Grass {'compact' if compact else 'dense'}"
 
 
 def finals() -> str:

@@ -4,8 +4,8 @@
 
 The best rate is where the parabola through the lowest loss and its two neighbours is lowest, against the logarithm of
 the rate. It is *inside* if the lowest loss is neither that of the smallest rate tried nor that of the largest. Where
-rates were tried in float32 and under bf16 autocast, the one counts in which the best is inside, then that with more
-seeds at the best, then that with more rates. Of a width and a horizon at which AdamW's best rate is inside,
+rates were tried in float32, under bf16 autocast and on a GPU, the one counts in which the best is inside, then that
+with more seeds at the best, then that with more rates. Of a width and a horizon at which AdamW's best rate is inside,
 ``times = (n / (r + q)) ** exponent`` is fitted by least squares to the logarithms of all that are inside; ``residual``
 is what is left, in powers of two. ``losses`` are those of ``seeds`` at the rate that ended lowest with the first.
 """
@@ -31,6 +31,7 @@ from page_tables.source import settings_of
 
 from grass.command_line import ArgumentParser
 
+GPU = DIRECTORY.parent / "gpu" / "cells.csv"
 SEED = 0
 """Rates were swept with it; other seeds ran at the best rate, and differ by more than neighbouring rates do."""
 LEAST = 3
@@ -41,11 +42,13 @@ WIDTH_AND_HORIZON = ["hidden", "steps"]
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="of cells.csv and law.csv")
+    parser.add_argument("--gpu", type=Path, default=GPU, help="cells that a GPU ran")
     parser.add_argument(
         "--out", type=Path, default=DIRECTORY.parents[1] / "docs" / "images", help="where the plot goes"
     )
     args = parser.parse_args(argv)
-    law = fit(best_rates(read_cells(args.directory / "cells.csv")))
+    cells = [read_cells(args.directory / "cells.csv").assign(device=""), read_cells(args.gpu).assign(device=", GPU")]
+    law = fit(best_rates(pd.concat(cells, ignore_index=True)))
     law.to_csv(args.directory / "law.csv", index=False, float_format="%.4g", lineterminator="\n")
     mpl.use("Agg")
     plot(law, args.out / "quality_law.png")
@@ -93,7 +96,7 @@ def _swept(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 "hidden": int(WIDTHS[row["model"]]),
                 "steps": int(row["steps"]),
                 "seed": int(row["seed"]),
-                "precision": "bf16" if "autocast" not in values else "float32",
+                "precision": ("bf16" if "autocast" not in values else "float32") + row.get("device", ""),
                 "moving": 1.0 if whole else rank + float(values.get("explore", rank)),
                 "rate": RATE * float(values.get("scale", 1)),
                 "loss": row[CURVE[-1]],

@@ -168,12 +168,13 @@ def machine() -> dict[str, str]:
 def parse(description: str | None, defaults: dict[str, tuple[object, object]]) -> argparse.Namespace:
     """The command line of a GPU benchmark: an option for each of ``defaults``, ``--smoke`` and ``--out``.
 
-    ``defaults`` maps names to the values of a smoke run and of a real one.
+    ``defaults`` maps names to the values of a smoke run and of a real one; a list takes several.
     """
     parser = ArgumentParser(description)
     for name, (tiny, real) in defaults.items():
         default = tiny if SMOKE else real
-        parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
+        several = {"type": type(default[0]), "nargs": "+"} if isinstance(default, list) else {"type": type(default)}
+        parser.add_argument("--" + name.replace("_", "-"), default=default, **several)
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, times meaningless")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu"))
     args = parser.parse_args()
