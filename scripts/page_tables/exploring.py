@@ -38,7 +38,8 @@ LONG_RANKS = {"1.0": "AdamW, two rates", "0.25": "r = q = n/4", "0.125": "n/8", 
 LONG_METHODS = {
     ("adamw", "0.25"): "AdamW, one rate",
     **{("grass", rank): name for rank, name in LONG_RANKS.items()},
-    ("muon", "0.25"): "Muon, r = q = n/4",
+    ("recipe", "0.125"): "recipe",
+    ("muon", "0.25"): "Muon, n/4",
 }
 """Optimizer and rank of the columns of their table."""
 
@@ -194,17 +195,23 @@ def long_runs() -> str:
         found: dict[tuple[str, str], list[Row]] = {}
         for row in select(name, f"pretrain & {model} & steps=2150"):
             values = settings_of(row)
-            values.pop("moment_dtype", None)
-            if ("autocast" in values) == (precision == "float32") and _is_plain(row["optimizer"], values):
-                found.setdefault((row["optimizer"], values.get("rank", "0.25")), []).append(row)
+            of_precision = "bf16_weights" in values or ("autocast" in values) == (precision == "float32")
+            if of_precision and (method := _method_of_long(row["optimizer"], values)):
+                found.setdefault((method, values.get("rank", "0.25")), []).append(row)
         lines.append([f"{label}, {precision}", *(_best_of(found.get(key, [])) for key in LONG_METHODS)])
     return table(["model", *LONG_METHODS.values()], lines)
 
 
-def _is_plain(optimizer: str, values: dict[str, str]) -> bool:
-    """Whether a cell of the long runs has default options: AdamW with one rate, or a cell of the law, also of Muon."""
-    if optimizer == "adamw":
-        return set(values) <= {"lr", "autocast"}
+def _method_of_long(optimizer: str, values: dict[str, str]) -> str | None:
+    """AdamW with one rate, a cell of the law or the same of Muon, or the recipes' precisions; ``None`` if it is none."""
+    if "bf16_weights" in values:
+        return "recipe" if values["lr"] == str(RATE) else None
+    values = {name: value for name, value in values.items() if name != "moment_dtype"}
+    plain = set(values) <= {"lr", "autocast"} if optimizer == "adamw" else _is_at_rate(values)
+    return optimizer if plain else None
+
+
+def _is_at_rate(values: dict[str, str]) -> bool:
     return values["lr"] == str(RATE) and is_of_the_law(values)
 
 
@@ -231,7 +238,7 @@ def _best_of(rows: list[Row], steps: str = "2150") -> str:
     if not (first := [row for row in usual or rows if row["seed"] == "0"]):
         return ""
     best = min(first, key=lambda row: float(row["loss_100"]))["settings"]
-    note = "" if usual else " (moments of 8 bits)"
+    note = "" if usual or "bf16_weights" in best else " (moments of 8 bits)"
     return _by_seed(final([row for row in rows if row["settings"] == best], steps)) + note
 
 
