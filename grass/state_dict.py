@@ -113,6 +113,7 @@ class Loading:
             if state := optimizer.state.get(p):
                 resume(layer, state, state.get("active"), Options.of(group), position)
             elif state := self._exact.get(position):
+                optimizer.state.pop(p, None)  # there is none before the first step
                 wait_again(layer, state, Options.of(group))
             else:
                 restart(layer, Options.of(group))

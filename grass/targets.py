@@ -35,7 +35,8 @@ def matched_modules(
     ``None`` and ``"all-linear"`` pick every linear layer except output heads and layers whose weight is shared with
     another module (tied embeddings). Any other string is a regular expression for the whole module name. A list picks
     modules whose name is, or ends in, one of its entries (``["q_proj", "mlp.down_proj"]``) or matches it as a regular
-    expression. ``targets`` can pick heads by name, but never shared weights.
+    expression. ``targets`` can pick heads by name, but never shared weights. A module that several others hold is known
+    by each of its names, and returned by the first.
 
     Raises:
         ValueError: nothing matches, or one entry of the list ``targets`` does not.
@@ -44,10 +45,12 @@ def matched_modules(
     heads = set(_head_names(model)) if by_default else set()
     shared = _shared_weights(model)
     linear = {name: module for name, module in model.named_modules() if is_linear(module)}
+    names = names_of_each(model)
     matched = [
-        name
-        for name in linear
-        if name not in heads and (by_default or names_match(name, targets)) and not names_match(name, exclude)
+        first
+        for first, module in linear.items()
+        if not any(name in heads or names_match(name, exclude) for name in names[module])
+        and (by_default or any(names_match(name, targets) for name in names[module]))
     ]
     reasons = {name: _not_its_own(linear[name], shared) for name in matched}
     own = [name for name in matched if reasons[name] is None]
@@ -60,8 +63,17 @@ def matched_modules(
         reason = "match only layers with shared, computed or empty weights" if matched else "match no linear layer"
         raise ValueError(f"{targets=}, {exclude=} {reason}; the model has: {listed or 'none'}")
     if targets is not None and not isinstance(targets, str):
-        _check_each_matches(targets, [*linear, *matched_experts(model)])
+        of_linear = (name for module in linear.values() for name in names[module])
+        _check_each_matches(targets, [*of_linear, *matched_experts(model)])
     return own
+
+
+def names_of_each(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """All names of each module: one that several modules hold has several."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
 
 
 def _check_each_matches(targets: Iterable[str], names: list[str]) -> None:
@@ -143,7 +155,7 @@ def names_match(name: str, patterns: Targets) -> bool:
 def _head_names(model: nn.Module) -> Iterator[str]:
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if module is head or name.rpartition(".")[2] in HEAD_NAMES:
             yield name
 

@@ -53,8 +53,10 @@ def attach(
         attachment = grass.attach(optimizer, model)
 
     State tensors with an entry for each active row, or in their shape, are zeroed at a refresh
-    (``state_policy="reset"``), or kept for rows that are selected again (``"keep"``). The optimizer's own step counts
-    go on. Adafactor's second moment of a row that is new begins with the mean square of the row's gradient.
+    (``state_policy="reset"``), or kept for rows that are selected again (``"keep"``); Adagrad's begin with its
+    ``initial_accumulator_value``. The optimizer's own step counts go on: Adam and its kin correct no bias of rows that
+    are new, which move several times as far at first. :class:`grass.GrassAdamW` counts the steps of each row.
+    Adafactor's second moment of a row that is new begins with the mean square of the row's gradient.
 
     Explored rows (:mod:`grass.selection.exploration`) do not move by the optimizer's rule. They move against their
     gradient (``maximize=True``: along it), as far as the optimizer moves selected rows. Its state for them is zeroed in
@@ -79,12 +81,15 @@ def attach(
         optimizer's.
 
     Raises:
+        TypeError: accelerate has wrapped the optimizer.
         ValueError: a value is out of range, or the optimizer holds no active rows of the model, holds some of another
-            model too, writes them back already, or is ``Rprop``.
+            model too, writes them back already, is ``Rprop``, or is ``Muon`` and holds those of experts.
     """
     if not isinstance(optimizer, Optimizer) or not isinstance(model, nn.Module):
         given = type(optimizer).__name__, type(model).__name__  # type: ignore[unreachable]
         raise TypeError(f"attach() takes an optimizer and a model, got {given[0]} and {given[1]}")
+    if type(optimizer).__module__.startswith("accelerate."):
+        raise TypeError("attach() takes an optimizer before accelerator.prepare() wraps it, or its .optimizer")
     group = {
         "update_interval": update_interval,
         "selection": selection,
@@ -150,7 +155,8 @@ class Attachment:
         for hook in self._hooks:
             hook.remove()
         for layer in self.layers.values():
-            layer.owner = None
+            if layer.owner is not None and layer.owner.optimizer is self.optimizer:
+                layer.owner = None
         del self.optimizer.writes_back_active_rows  # type: ignore[attr-defined]
 
     detach = close  # the earlier name, for one release
@@ -178,6 +184,8 @@ class Attachment:
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_added(optimizer)
+        for layer in self.layers.values():
+            Owner.check(layer, optimizer)
         self._reads.check()
         if not any(state["step"] for state in self.states.values()):
             self._report_lost_state()
@@ -235,7 +243,8 @@ class Attachment:
 
     def _report_lost_state(self) -> None:
         """Warn if the optimizer has state of rows, and the attachment has seen none of the steps that made it."""
-        if any(bool(value.any()) for layer in self.layers.values() for value in self._state_of_rows(layer)):
+        layers = self.layers.values()
+        if any(bool((value != self._empty(layer)).any()) for layer in layers for value in self._state_of_rows(layer)):
             logger.warning(
                 "Grass: %s has state of selected columns from steps that this attachment has not seen. If it was "
                 "loaded, load what attachment.state_dict() gave too, which Trainer does not save: otherwise the state "
@@ -268,6 +277,10 @@ class Attachment:
         shapes = {(length, others), (length, 1)}
         return [local(value) for value in matrices if _lengths(value, layer) in shapes]
 
+    def _empty(self, layer: CompactLayer) -> float:
+        """The optimizer's state of a row that has none: zero but for Adagrad's ``initial_accumulator_value``."""
+        return float(self._group_of(layer).get("initial_accumulator_value", 0.0))
+
     def _group_of(self, layer: CompactLayer) -> dict[str, Any]:
         """The optimizer's group that holds the active rows."""
         return next(g for g in self.optimizer.param_groups if any(p is layer.active for p in g["params"]))
@@ -282,7 +295,7 @@ class Attachment:
         return float(group["lr"]) * float(group["weight_decay"]) if self._is_decoupled(group) else 0.0
 
     def _is_decoupled(self, group: dict[str, Any]) -> bool:
-        known = isinstance(self.optimizer, (torch.optim.AdamW, torch.optim.Muon))
+        known = isinstance(self.optimizer, (torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor))
         return known or bool(group.get("decoupled_weight_decay"))
 
     def _explore(self, layer: CompactLayer, before: Tensor) -> None:
@@ -300,23 +313,24 @@ class Attachment:
         factor = max(0.0, 1 - self._decay_of(layer) * turns(layer.shape[dim], *layer.counts()))
         layer.explored_part(rows).copy_(factor * explored - torch.cat(moves, dim))
         for value in self._state_of_rows(layer):
-            layer.explored_part(value).zero_()
+            layer.explored_part(value).fill_(self._empty(layer))
 
     def _carry_of(self, item: Trained) -> Carry:
         """The state policy, applied to the optimizer's own state."""
         layer = item.layer
 
         def carry(old: Projector | None, new: Projector, resting: Tensor | None = None) -> None:
-            among = resting if self.options.state_policy == "reset" else None
+            among, empty = resting if self.options.state_policy == "reset" else None, self._empty(layer)
             for value in self._state_of_rows(layer):
                 selected = layer.selected_part(value)
                 if old is None or (among is None and self.options.state_policy == "reset"):
-                    selected.zero_()
+                    selected.fill_(empty)
                 else:
                     kept, source = source_rows(old, new, layer.shape[new.dim])
                     kept = kept if among is None else kept & among
                     rows = Projector(source, None, new.dim).gather(selected)
-                    selected.copy_(torch.where(new.along(kept), rows, 0.0))  # in place: compiled steps hold the tensor
+                    # in place: compiled steps hold the tensor
+                    selected.copy_(torch.where(new.along(kept), rows, empty))
 
         return carry
 
@@ -351,6 +365,11 @@ def _check_layers(optimizer: Optimizer, layers: list[CompactLayer]) -> None:
         raise ValueError(
             "LBFGS flattens gradients by view(), which those of columns do not allow: convert with dim=0, and with "
             "explore=0, because LBFGS moves all rows that it holds"
+        )
+    if isinstance(optimizer, torch.optim.Muon) and (experts := [layer.label for layer in layers if layer.experts > 1]):
+        raise ValueError(
+            f"Muon would orthogonalise the experts of {', '.join(map(repr, experts))} as one matrix: give it the "
+            "active rows of linear layers only, or train experts with GrassAdamW"
         )
     if isinstance(optimizer, torch.optim.Rprop):
         raise ValueError(

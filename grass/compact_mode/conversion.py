@@ -134,11 +134,23 @@ def compact(
             elif not isinstance(linear[name], CompactLayer):
                 _become(linear[name], compact_class(linear[name]))
                 _convert(linear[name], name, r, q, wanted, (seed, index))
+    if weights is not None:
+        _warn_of_fast_path(model)
     if calibration is not None:
         calibrate(model, calibration)
     every = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, CompactLayer))
     report_coverage(model, "converted", [_weight_name(name, layer) for name, layer in every])
     return list(counts)
+
+
+def _warn_of_fast_path(model: nn.Module) -> None:
+    """Say that evaluations of ``nn.TransformerEncoderLayer`` read weights, which codes are not."""
+    encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer))
+    if torch.backends.mha.get_fastpath_enabled() and any(isinstance(each.linear1, CompactLayer) for each in encoders):
+        logger.warning(
+            "Grass: nn.TransformerEncoderLayer reads weights in evaluations, and cannot read those in 8 bits: call "
+            "torch.backends.mha.set_fastpath_enabled(False)"
+        )
 
 
 def expand(model: nn.Module) -> list[str]:

@@ -33,17 +33,27 @@ def unconvertible(model: nn.Module) -> dict[str, str]:
 
     The source of the enclosing module's ``forward``, and of its methods that ``forward`` names, is searched for
     ``self.<layer>.weight``. Reading its dtype, device or shape does not count. Branches do not count if their
-    condition reads only attributes of the module and is false now.
+    condition reads only attributes of the module and is false now. A layer that several modules hold has its first
+    name.
     """
-    found = {}
+    found, first = {}, {module: name for name, module in model.named_modules()}
     for name, parent in model.named_modules():
-        prefix = f"{name}." if name else ""
         advice = ", so convert modules that call their projections" if type(parent) is nn.MultiheadAttention else ""
         for path in _weights_read_by(parent):
-            found[prefix + path] = f"{type(parent).__name__} reads its weight without calling it{advice}"
+            read = f"{name}.{path}" if name else path
+            reason = f"{type(parent).__name__} reads its weight without calling it{advice}"
+            found[first.get(_module_at(parent, path), read)] = reason
     hooked = (name for name, module in model.named_modules() if _has_hooks(module))
     found |= dict.fromkeys(hooked, "its weight has gradient hooks, which would not be called any more")
     return found | dict.fromkeys(adapters(model), "it is part of a PEFT adapter")
+
+
+def _module_at(parent: nn.Module, path: str) -> Any:
+    """The module at a path from its parent; ``None`` where there is none, as behind a property."""
+    try:
+        return parent.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -74,7 +84,7 @@ def _weights_read_by(module: nn.Module) -> set[str]:
             continue
         seen.add(name)
         for tree in _definitions(type(module), name):
-            for path in _paths_of_self(module, tree):
+            for path in _paths_of_self(module, tree, _name_of_self(tree)):
                 names = path.split(".")
                 if "weight" in names[1:]:
                     found.add(".".join(names[: names.index("weight", 1)]))
@@ -99,43 +109,50 @@ def _parsed(function: Any) -> tuple[ast.AST, ...]:
         return ()
 
 
-def _paths_of_self(module: nn.Module, node: ast.AST) -> Iterator[str]:
-    """The paths ``a.b.c`` of all ``self.a.b.c`` that running the code may read as values."""
-    if isinstance(node, (ast.If, ast.IfExp)) and (value := _value(module, node.test)) is not UNKNOWN:
+def _name_of_self(tree: ast.AST) -> str:
+    """What a method calls its module, mostly ``self``: its first argument."""
+    arguments = next((node.args for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))), None)
+    names = [] if arguments is None else [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    return names[0] if names else "self"
+
+
+def _paths_of_self(module: nn.Module, node: ast.AST, own: str) -> Iterator[str]:
+    """The paths ``a.b.c`` of all ``self.a.b.c`` that running the code may read as values; ``own`` is its ``self``."""
+    if isinstance(node, (ast.If, ast.IfExp)) and (value := _value(module, node.test, own)) is not UNKNOWN:
         taken: Any = node.body if value else node.orelse
         for part in taken if isinstance(taken, list) else [taken]:
-            yield from _paths_of_self(module, part)
+            yield from _paths_of_self(module, part, own)
         return
     if isinstance(node, ast.Attribute):
         if node.attr in PROPERTIES and isinstance(node.value, ast.Attribute) and node.value.attr == "weight":
             return
-        if isinstance(node.ctx, ast.Load) and (path := _path_of_self(node)):
+        if isinstance(node.ctx, ast.Load) and (path := _path_of_self(node, own)):
             yield path
             return
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "hasattr"):
         return
     for child in ast.iter_child_nodes(node):
-        yield from _paths_of_self(module, child)
+        yield from _paths_of_self(module, child, own)
 
 
-def _path_of_self(node: ast.AST) -> str:
+def _path_of_self(node: ast.AST, own: str) -> str:
     """``a.b.c`` for the expression ``self.a.b.c``; empty for others."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)
         node = node.value
-    return ".".join(names) if isinstance(node, ast.Name) and node.id == "self" else ""
+    return ".".join(names) if isinstance(node, ast.Name) and node.id == own else ""
 
 
-def _value(module: nn.Module, condition: ast.expr) -> Any:
+def _value(module: nn.Module, condition: ast.expr, own: str) -> Any:
     """What a condition on attributes of a module is now; ``UNKNOWN`` if it reads the mode or more than attributes."""
     plain = (ast.BoolOp, ast.boolop, ast.UnaryOp, ast.unaryop, ast.Compare, ast.cmpop, ast.Constant, ast.Attribute)
     for node in ast.walk(condition):
-        known = isinstance(node, (*plain, ast.Load)) or (isinstance(node, ast.Name) and node.id == "self")
+        known = isinstance(node, (*plain, ast.Load)) or (isinstance(node, ast.Name) and node.id == own)
         if not known or getattr(node, "attr", "") == "training":
             return UNKNOWN
     try:
-        return bool(eval(compile(ast.Expression(condition), "<condition>", "eval"), {"self": module}))
+        return bool(eval(compile(ast.Expression(condition), "<condition>", "eval"), {own: module}))
     except Exception:  # whatever the module's own attributes raise
         return UNKNOWN
 

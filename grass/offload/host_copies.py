@@ -54,6 +54,7 @@ class HostCopy:
 
     stage = Stage.ARRIVED
     layer: CompactLayer | None = None
+    _departed: Any
 
     def __init__(self, parameter: Tensor, storage: HostStorage, host: Tensor | None = None) -> None:
         self.device, self._storage = parameter, storage
@@ -86,7 +87,7 @@ class HostCopy:
 
     def check_unchanged(self) -> None:
         """Raise :class:`Changed` if something has changed the parameter since :meth:`depart`."""
-        if self._stamp() != self._departed:
+        if self._has_changed():
             raise Changed(
                 f"A parameter of shape {tuple(self.device.shape)} was changed while its step was on its way: call "
                 "optimizer.offload.finish() before"
@@ -152,6 +153,9 @@ class HostCopy:
         self._snapshot.check(self._grad, link, self._mark)
         del self._source, self._snapshot
 
+    def _has_changed(self) -> bool:
+        return bool(self._stamp() != self._departed)
+
     def _stamp(self) -> tuple[int, int]:
         return stamp_of(self.device)
 
@@ -160,7 +164,6 @@ class LayerCopy(HostCopy):
     """The host's copy of a converted layer."""
 
     layer: CompactLayer
-    _departed: Any
 
     def __init__(self, layer: CompactLayer, storage: HostStorage) -> None:
         self.source, self._storage = layer, storage
@@ -289,6 +292,9 @@ class MasterCopy(HostCopy):
 class InPlace(HostCopy):
     """Stands for a marked parameter in a step. The values and the layer are the model's own.
 
+    Nothing may change them from ``optimizer.step`` until the step has ended. A change before the host begins with the
+    parameter is seen, and one after it has ended; one in between is not.
+
     Args:
         parameter: the marked parameter.
         storage: where its master lies.
@@ -326,8 +332,9 @@ class InPlace(HostCopy):
         """Step the parameter itself.
 
         Raises:
-            RuntimeError: the gradient was changed in place since ``optimizer.step``.
+            RuntimeError: the gradient or the parameter was changed in place since ``optimizer.step``.
         """
+        self.check_unchanged()
         grad, self._gradient = self._gradient, None
         assert grad is not None
         self._snapshot.check(grad)
@@ -342,22 +349,34 @@ class InPlace(HostCopy):
         whole.background.finish()
         if self.layer is not None:
             self.layer.held_sketch = None
+        self._departed = self._seen()
 
     def give(self, link: Link) -> None:
         """The values are here."""
 
     def depart(self) -> None:
-        """Nothing is on its way."""
-        self.stage = Stage.QUEUED
+        """Nothing is on its way, but nothing may change."""
+        self._departed, self.stage = self._seen(), Stage.QUEUED
 
     def arrive(self) -> None:
         """Note the parameter as it is after the step, unless a cast has moved its values since."""
-        if self.stage is not Stage.ARRIVED and (now := self._stamp())[1] == self._version[1]:
-            self._version = now
+        if self.stage is not Stage.ARRIVED:
+            self.check_unchanged()
+            if (now := self._stamp())[1] == self._version[1]:
+                self._version = now
         self.stage = Stage.ARRIVED
 
     def rescue(self, link: Link) -> None:
         """The values are here."""
+
+    def _has_changed(self) -> bool:
+        """Whether something has changed values where they are; a cast moves them."""
+        pairs = zip(self._departed, self._seen(), strict=True)
+        return any(then[1] == now[1] and then[0] != now[0] for then, now in pairs)
+
+    def _seen(self) -> list[tuple[int, int]]:
+        tensors = [self.device] if self.layer is None else [self.device, self.layer.own_weight()]
+        return [stamp_of(tensor) for tensor in tensors]
 
 
 def master_of(parameter: Tensor, storage: HostStorage, state: State) -> Tensor:

@@ -203,7 +203,7 @@ def long_runs() -> str:
 
 
 def _method_of_long(optimizer: str, values: dict[str, str]) -> str | None:
-    """AdamW with one rate, a cell of the law or the same of Muon, or the recipes' precisions; ``None`` if it is none."""
+    """AdamW with one rate, a cell of the law or the same of Muon, or the recipes' precisions; ``None`` for others."""
     if "bf16_weights" in values:
         return "recipe" if values["lr"] == str(RATE) else None
     values = {name: value for name, value in values.items() if name != "moment_dtype"}

@@ -292,6 +292,38 @@ def test_two_optimizers_share_a_model() -> None:
     assert not torch.equal(model.up.bias, bias)
 
 
+@pytest.mark.parametrize("by_grass", [True, False], ids=["GrassAdamW", "AdamW"])
+def test_an_older_attached_optimizer_is_refused(by_grass: bool) -> None:
+    """Its step, that is, once a newer optimizer was built on the same columns. Closing it leaves them to the newer."""
+    model, older, attachment = attached(OPTIMIZERS["Muon"])
+    newer = grass.GrassAdamW(model) if by_grass else torch.optim.AdamW([p for p in model.parameters() if p.ndim == 2])
+    if not by_grass:
+        grass.attach(newer, model)
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=f"belong to a {type(newer).__name__} that was built later"):
+        older.step()
+    attachment.close()
+    assert all(layer.owner.optimizer is newer for layer in compact_layers(model).values())
+    newer.step()
+
+
+@pytest.mark.parametrize("policy", ["reset", "keep"])
+@pytest.mark.parametrize("explore", [0, 2])
+def test_adagrad_s_new_rows_begin_with_its_first_value(explore: int, policy: str, caplog) -> None:
+    """Otherwise they would move by the whole learning rate, where others move a hundredth of it."""
+    layer = nn.Linear(12, 8, bias=False, dtype=torch.float64)
+    grass.compact(layer, rank=3, explore=explore)
+    optimizer = torch.optim.Adagrad([layer.active], lr=0.1, initial_accumulator_value=4.0)
+    grass.attach(optimizer, layer, update_interval=1, state_policy=policy)
+    for _ in range(4):
+        before, selected = layer.weight.clone(), layer.selected.clone()
+        layer.active.grad = torch.full_like(layer.active, 0.02)
+        optimizer.step()
+        moved = (before - layer.weight)[:, selected]
+        torch.testing.assert_close(moved, torch.full_like(moved, 0.1 * 0.02 / 2), rtol=1e-3, atol=0)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 def test_maximize_ascends_in_all_rows(fused: bool, dim: int) -> None:
@@ -349,9 +381,10 @@ def test_fused_step_that_a_scaler_skips(overflowing: int, selection: str) -> Non
         (lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2), 0.02),
         (lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2, decoupled_weight_decay=True), 0.02),
         (lambda p: torch.optim.Muon(p, lr=0.1, weight_decay=0.2), 0.02),
+        (lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.2), 0.02),
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.2), 0.0),
     ],
-    ids=["AdamW", "Adam", "Muon", "SGD"],
+    ids=["AdamW", "Adam", "Muon", "Adafactor", "SGD"],
 )
 def test_decoupled_decay_of_explored_rows(make: Make, strength: float) -> None:
     """As strong as for selected rows on average: a row is explored in ``q`` of ``n - r`` steps."""

@@ -254,3 +254,53 @@ def test_dropped_models_are_not_kept_alive() -> None:
     del model, optimizer, layers
     gc.collect()
     assert not identities & {id(layer.weight) for layer in LAYERS}
+
+
+class Decoder(nn.Module):
+    """Has the encoder's layer and multiplies by its weight."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(this, z: Tensor) -> Tensor:
+        return z @ this.encoder.weight
+
+
+@pytest.mark.parametrize("first", ["enc", "dec"])
+def test_a_layer_that_another_module_reads_under_its_own_name(first: str, caplog) -> None:
+    layer = nn.Linear(6, 8)
+    parts = {"enc": layer, "dec": Decoder(layer)}
+    model = nn.ModuleDict({name: parts[name] for name in (first, *parts)} | {"other": nn.Linear(6, 6)})
+    assert grass.compact(model, rank=2) == ["other"]
+    assert "Decoder reads its weight" in caplog.text
+
+
+def test_each_name_of_a_module_counts() -> None:
+    def model() -> nn.Module:
+        layer, head = nn.Linear(6, 6), nn.Linear(6, 6)
+        return nn.ModuleDict({"a": layer, "rest": nn.ModuleDict({"b": layer, "x": head}), "lm_head": head})
+
+    assert grass.matched_modules(model()) == ["a"]
+    assert grass.matched_modules(model(), targets=["b"]) == ["a"]
+    assert grass.matched_modules(model(), targets=["x"]) == ["rest.x"]
+    assert grass.compact(model(), rank=2, targets=["a", "x"], exclude=["b"]) == ["rest.x"]
+    with pytest.raises(ValueError, match="match no linear layer"):
+        grass.compact(model(), rank=2, exclude=["rest.b"])
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_codes_and_the_fast_path_of_encoders(weights: str | None, caplog) -> None:
+    """In evaluations ``nn.TransformerEncoderLayer`` reads weights past its layers; a warning says how to stop it."""
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    grass.compact(model, rank=2, weights=weights)
+    assert ("set_fastpath_enabled(False)" in caplog.text) == (weights is not None)
+    x = torch.randn(2, 3, 16)
+    expected = model.eval()(x)  # with gradients it calls its layers
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(weights is None)
+    try:
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)  # another order of sums
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)

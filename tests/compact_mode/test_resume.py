@@ -143,6 +143,15 @@ def in_phases(model: nn.Module, through: str, seed: int) -> tuple[nn.Module, Any
     return optimizer, grass.attach(optimizer, model, **options)
 
 
+def test_a_state_without_steps_is_none_after_loading() -> None:
+    """accelerate loads an optimizer's own state, and then gives it other parameters."""
+    model = Network()
+    grass.compact(model, rank=3)
+    optimizer = grass.GrassAdamW(model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not optimizer.state
+
+
 @pytest.mark.parametrize("through", ["GrassAdamW", "attach"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seeds", [(0, 1, 2), (0, 0, 0)], ids=["other seeds", "one seed"])

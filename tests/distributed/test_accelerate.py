@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from grass import GrassAdamW, compact
+from grass import GrassAdamW, attach, compact
 from tests.compact_mode.networks import Network, loss_of, train
 from tests.distributed.training import OPTIONS, assert_close, joint_batches, share, weights
 from tests.distributed.world import run_world
@@ -48,7 +49,22 @@ def prepared(rank: int, sharded: bool) -> tuple[dict[str, Tensor], str]:
         optimizer.zero_grad()
         made.backward(loss_of(model, share(batch)))
         optimizer.step()
+    saved = get_optimizer_state_dict(model, optimizer.optimizer)
+    assert len(saved["state"]) == sum(p.requires_grad for p in model.parameters())
     return weights(made.unwrap_model(model)) if not sharded else whole(model), type(model).__name__
+
+
+def attached(rank: int) -> str:
+    made, (model, _) = accelerator(), built()
+    _, optimizer = made.prepare(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]))
+    with pytest.raises(TypeError, match=r"before accelerator.prepare\(\)") as error:
+        attach(optimizer, model)
+    attach(optimizer.optimizer, model)
+    return str(error.value)
+
+
+def test_attaching_to_a_prepared_optimizer() -> None:
+    assert all(run_world(attached, 2))
 
 
 def whole(model: Any) -> dict[str, Tensor]:

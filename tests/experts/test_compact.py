@@ -492,3 +492,12 @@ def test_no_tokens_at_all(dtype: torch.dtype) -> None:
 def test_ends_are_integers(ends: object) -> None:
     with pytest.raises(TypeError, match="must be a tensor of integers"):
         grass.expert_linear(Experts(), "up", torch.randn(8, OUTER, dtype=torch.float64), ends)
+
+
+def test_muon_does_not_take_experts() -> None:
+    """Their columns are one matrix, which it would orthogonalise whole: experts with small gradients would stand."""
+    model, _ = converted()
+    columns = [layer.active for layer in rows_of(model)]
+    with pytest.raises(ValueError, match="Muon would orthogonalise the experts of 'up', 'down' as one matrix"):
+        grass.attach(torch.optim.Muon(columns), model)
+    grass.attach(torch.optim.AdamW(columns), model)

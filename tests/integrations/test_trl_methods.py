@@ -16,7 +16,7 @@ trl = pytest.importorskip("trl")
 import datasets  # noqa: E402
 import transformers  # noqa: E402
 
-from grass.integrations.transformers import GrassTrainerMixin  # noqa: E402
+from grass.integrations.transformers import GrassTrainer, GrassTrainerMixin  # noqa: E402
 
 COMMON = {
     "max_steps": 3,
@@ -107,3 +107,21 @@ def test_every_column_is_adamw(tiny_llama: Build, tmp_path: Path, method: str) -
     columns = {name: (value[weight] != before[weight]).any(0) for name, value in (("whole", whole), ("some", some))}
     assert columns["whole"].all()
     assert columns["some"].any()
+
+
+@pytest.mark.parametrize("mode", ["compact", "dense"])
+def test_averages_by_order_are_refused(mode: str, tiny_llama: Build, tmp_path: Path) -> None:
+    """``BEMACallback`` pairs parameters: it would copy active columns to wrong places, where their shapes fit."""
+    rows = [{"input_ids": [k % 60] * 8, "labels": [k % 60] * 8} for k in range(8)]
+    trainer = GrassTrainer(
+        tiny_llama(),
+        transformers.TrainingArguments(str(tmp_path), **COMMON),
+        train_dataset=rows,
+        callbacks=[trl.BEMACallback(update_freq=1, update_after=1)],
+        grass={"rank": 0.5, "mode": mode},
+    )
+    if mode == "dense":
+        trainer.train()
+    else:
+        with pytest.raises(ValueError, match=r"BEMACallback.*mode='dense'"):
+            trainer.train()

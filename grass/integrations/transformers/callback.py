@@ -31,7 +31,8 @@ class GrassCallback(TrainerCallback):
         trainer: the Trainer that the callback is added to.
 
     Raises:
-        ValueError: at the start of training, if Grass trains no part of the model.
+        ValueError: at the start of training, if Grass trains no part of the model, or if TRL's ``BEMACallback``
+            averages a converted one.
         RuntimeError: at the start of training, if layers were converted after their optimizer was built.
     """
 
@@ -44,6 +45,7 @@ class GrassCallback(TrainerCallback):
         """Check the optimizer and follow its selections."""
         optimizer = _inner(kw["optimizer"])
         _check_conversion(kw["model"], optimizer)
+        _check_averages(self.trainer, kw["model"])
         _forget_sketches(kw["model"])
         self._close()
         self.history, self.measures = SelectionHistory(optimizer, keep=False), {}
@@ -93,6 +95,18 @@ class GrassCallback(TrainerCallback):
         if self.history is not None:
             self.history.close()
             self.history = None
+
+
+def _check_averages(trainer: Trainer, model: nn.Module) -> None:
+    """Refuse TRL's averages of a converted model, whose parameters in order are not those of the plain model."""
+    kinds = (kind for callback in trainer.callback_handler.callbacks for kind in type(callback).__mro__)
+    if any(kind.__name__ == "BEMACallback" for kind in kinds) and any(
+        isinstance(module, CompactLayer) for module in model.modules()
+    ):
+        raise ValueError(
+            "BEMACallback pairs the parameters of two models in order, and a converted model has others: use "
+            "mode='dense', or average by grass.AveragedModel"
+        )
 
 
 def _check_conversion(model: nn.Module, optimizer: Optimizer) -> None:
