@@ -406,12 +406,20 @@ class GrassAdamW(Optimizer):
         self._background.finish()
         if self.offload is not None:
             self.offload.settle()
+        self._add_groups_put_there()
         masters = self.offload is not None and self.offload.options.masters
         with Loading(self.layers(), Ranks.of(self.process_group), all_masters=masters).through(self):
             super().load_state_dict(state_dict)
         self._unfinished = False
         if self.offload is not None:
             self.offload.rebuild(self.state)
+
+    def _add_groups_put_there(self) -> None:
+        """Add groups that were put into the list by hand, as by Lightning's ``BaseFinetuning`` before it loads."""
+        put_there = self.param_groups[self._checks.groups :]
+        del self.param_groups[self._checks.groups :]
+        for group in put_there:
+            self.add_param_group(group)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors and plain scalars; with the active rows' values if the weights cannot hold them.

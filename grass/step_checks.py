@@ -39,6 +39,11 @@ class StepChecks:
         self._shapes = _shapes(groups)
         self._agreement = Agreement()
 
+    @property
+    def groups(self) -> int:
+        """How many groups were added."""
+        return len(self._settings)
+
     def add_last(self, groups: Groups, layers: Layers) -> None:
         """Take note of the last group, which was added and checked."""
         self._by_rows = _trained_by_rows(groups, layers)

@@ -143,6 +143,32 @@ def in_phases(model: nn.Module, through: str, seed: int) -> tuple[nn.Module, Any
     return optimizer, grass.attach(optimizer, model, **options)
 
 
+def test_groups_that_are_put_into_the_list_before_loading() -> None:
+    """As by Lightning's ``BaseFinetuning``, where a run resumes that has unfrozen layers by ``add_param_group``."""
+
+    def of_bias(model: Network) -> GrassAdamW:
+        return GrassAdamW([model.up.bias], update_interval=2)
+
+    def columns(model: Network) -> list[nn.Parameter]:
+        return [layer.active for layer in compact_layers(model).values()]
+
+    models = [Network(), Network()]
+    for model in models:
+        grass.compact(model, rank=3)
+    saved, other = map(of_bias, models)
+    saved.add_param_group({"params": columns(models[0]), "lr": 5e-3})
+    train(models[0], saved, batches(5))
+    models[1].load_state_dict(models[0].state_dict())
+    params = [[models[1].up.bias], columns(models[1])]
+    groups = zip(saved.param_groups, params, strict=True)
+    other.param_groups = [{**group, "params": held} for group, held in groups]
+    other.load_state_dict(through_file(saved.state_dict()))
+    for model, optimizer in zip(models, (saved, other), strict=True):
+        train(model, optimizer, batches(5))
+    assert_same_weights(*models)
+    assert selections(models[0]) == selections(models[1])
+
+
 def test_a_state_without_steps_is_none_after_loading() -> None:
     """accelerate loads an optimizer's own state, and then gives it other parameters."""
     model = Network()
