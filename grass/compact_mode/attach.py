@@ -312,8 +312,9 @@ class Attachment:
         explored = layer.explored_part(before)
         factor = max(0.0, 1 - self._decay_of(layer) * turns(layer.shape[dim], *layer.counts()))
         layer.explored_part(rows).copy_(factor * explored - torch.cat(moves, dim))
+        empty = self._empty(layer)
         for value in self._state_of_rows(layer):
-            layer.explored_part(value).fill_(self._empty(layer))
+            layer.explored_part(value).fill_(empty)
 
     def _carry_of(self, item: Trained) -> Carry:
         """The state policy, applied to the optimizer's own state."""

@@ -206,13 +206,10 @@ def _method_of_long(optimizer: str, values: dict[str, str]) -> str | None:
     """AdamW with one rate, a cell of the law or the same of Muon, or the recipes' precisions; ``None`` for others."""
     if "bf16_weights" in values:
         return "recipe" if values["lr"] == str(RATE) else None
-    values = {name: value for name, value in values.items() if name != "moment_dtype"}
-    plain = set(values) <= {"lr", "autocast"} if optimizer == "adamw" else _is_at_rate(values)
-    return optimizer if plain else None
-
-
-def _is_at_rate(values: dict[str, str]) -> bool:
-    return values["lr"] == str(RATE) and is_of_the_law(values)
+    if optimizer == "adamw":
+        return optimizer if set(values) <= {"lr", "autocast"} else None
+    usual = {name: value for name, value in values.items() if name != "moment_dtype"}
+    return optimizer if values["lr"] == str(RATE) and is_of_the_law(usual) else None
 
 
 def muon() -> str:
