@@ -15,6 +15,8 @@ COMMON = {"lr=0.012", "scale=0.25"}
 """Settings that the rows of the frontier share."""
 RATE = 0.012
 """The learning rate of the width study."""
+OTHER_RATES = {str(RATE), "0.003"}
+"""Learning rates of embeddings, head and norms in long runs."""
 WIDTHS = {"1m": "128", "9m-wide": "320", "28m-wide": "768"}
 """Hidden size of its models."""
 OF_THE_LAW = {"lr", "scale", "rank", "explore", "compact", "autocast"}
@@ -22,7 +24,7 @@ OF_THE_LAW = {"lr", "scale", "rank", "explore", "compact", "autocast"}
 
 LONG_RUNS = {
     "0.87 million parameters, hidden size 128": ("cells.csv", "1m", "float32"),
-    "8.8 million, 320": ("cells.csv", "9m-wide", "bf16 autocast"),
+    "8.8 million, 320, on an H100": ("gpu/cells.csv", "9m-wide", "bf16 autocast"),
     "29 million, 768, on an H100": ("gpu/cells.csv", "28m-wide", "bf16 autocast"),
 }
 """Where the runs of 2,150 steps are: file, model and precision."""
@@ -31,7 +33,7 @@ HEAD_OF_METHODS = [
     "loss by seed",
     "rates of linear layers tried",
     "best",
-    "other rate",
+    "other rate (worse ones)",
     "gradients + state",
 ]
 LONG_RANKS = {"1.0": "AdamW, two rates", "0.25": "r = q = n/4", "0.125": "n/8", "0.0625": "n/16"}
@@ -49,6 +51,13 @@ def is_of_the_law(values: dict[str, str]) -> bool:
     if (rank := values.get("rank", "0.25")) == "1.0":
         return set(values) <= OF_THE_LAW | {word.partition("=")[0] for word in AS_ADAMW}
     return "compact" in values and set(values) <= OF_THE_LAW and values.get("explore", rank) == rank
+
+
+def linear_rate(values: dict[str, str]) -> float:
+    """The learning rate of linear layers; in compact mode ``scale`` is ``"auto"`` where a cell names none."""
+    rank = float(values.get("rank", 0.25))
+    auto = 1 / (rank + float(values.get("explore", rank))) if "compact" in values else 1.0
+    return float(values["lr"]) * float(values.get("scale", auto))
 
 
 def frontier() -> str:
@@ -205,11 +214,11 @@ def long_runs() -> str:
 def _method_of_long(optimizer: str, values: dict[str, str]) -> str | None:
     """AdamW with one rate, a cell of the law or the same of Muon, or the recipes' precisions; ``None`` for others."""
     if "bf16_weights" in values:
-        return "recipe" if values["lr"] == str(RATE) else None
+        return "recipe" if values["lr"] in OTHER_RATES else None
     if optimizer == "adamw":
         return optimizer if set(values) <= {"lr", "autocast"} else None
     usual = {name: value for name, value in values.items() if name != "moment_dtype"}
-    return optimizer if values["lr"] == str(RATE) and is_of_the_law(usual) else None
+    return optimizer if values["lr"] in OTHER_RATES and is_of_the_law(usual) else None
 
 
 def muon() -> str:
@@ -267,19 +276,21 @@ def _by_method(cells: list[Row]) -> Iterator[tuple[list[str], Row]]:
     """
     found: dict[str, dict[tuple[float, float], list[Row]]] = {}
     for row in cells:
-        rates = found.setdefault(method_of_the_widest(row), {})
         values = settings_of(row)
-        rates.setdefault((float(values["lr"]), float(values.get("scale", 1))), []).append(row)
+        rates = found.setdefault(method_of_the_widest(row), {})
+        rates.setdefault((float(values["lr"]), linear_rate(values)), []).append(row)
     for method, rates in sorted(found.items(), key=lambda item: min(map(_of_first_seed, item[1].values()))):
-        best = min(rates, key=lambda rate: _of_first_seed(rates[rate]))
-        rows = sorted(rates[best], key=lambda row: int(row["seed"]))
+        other, best = min(rates, key=lambda both: _of_first_seed(rates[both]))
+        rows = sorted(rates[other, best], key=lambda row: int(row["seed"]))
         held = (int(rows[0]["state_bytes"]) + int(rows[0]["gradient_bytes"])) / 1e6
+        one = all(lr == rate for lr, rate in rates) or "scale" not in settings_of(rows[0])
+        worse = sorted({lr for lr, _ in rates} - {other}) if not one else []
         line = [
             method,
             " ".join(f"{float(row['loss_100']):.3f}" for row in rows),
-            ", ".join(_plain(lr * scale) for lr, scale in sorted(rates, key=lambda rate: rate[0] * rate[1])),
-            _plain(best[0] * best[1]),
-            _plain(best[0]),
+            ", ".join(_plain(rate) for lr, rate in sorted(rates, key=lambda both: both[1]) if one or lr == other),
+            _plain(best),
+            _plain(other) + (f" ({', '.join(map(_plain, worse))})" if worse else ""),
             f"{held:.0f} MB",
         ]
         yield line, rows[0]
@@ -311,7 +322,9 @@ def method_of_the_widest(row: Row) -> str:
         return name
     rank, explore = (Fraction(values.get(key, values.get("rank", "0.25"))) for key in ("rank", "explore"))
     shares = f"r = q = {rank} n" if rank == explore else f"r = {rank} n, q = {explore} n"
-    return f"{name}, {shares}" + (", bf16, 8-bit moments" if "bf16_weights" in values else "")
+    notes = {"bf16_weights": ", bf16, 8-bit moments", "selection": ", columns in turn"}
+    one = ", one rate" if "scale" not in values else ""
+    return f"{name}, {shares}{one}" + "".join(note for key, note in notes.items() if key in values)
 
 
 def starting_rates() -> str:

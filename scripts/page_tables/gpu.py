@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+from page_tables.exploring import WIDTHS, is_of_the_law, linear_rate
 from page_tables.markdown import label, number, table
-from page_tables.source import Row, read, settings_of
+from page_tables.source import read, settings_of
 
 KERNELS = ("compact_grad", "compact_adamw_8bit", "move_factors", "move_rows")
 """Those that were measured; the others did not fit into the time."""
 
-LONG = ("28m-wide", "2150", "0")
-"""Model, steps and seed of the long runs."""
+LONG = ("28m-wide", "2150")
+"""Model and steps of the long runs."""
+RATES_OF = ("9m-wide", "28m-wide")
+"""Models whose rates were searched."""
+RANKS = {"AdamW": "1.0", "r = q = n/4": None, "r = q = n/8": "0.125", "r = q = n/16": "0.0625"}
+"""Ranks of the columns of their table, as cells have them."""
 
 
 def steps() -> str:
@@ -54,30 +61,45 @@ def widths() -> str:
     for model, hidden in (("200m-wide", "2,048"), ("800m-wide", "4,096")):
         cells = [row for row in read("gpu/cells.csv") if row["model"] == model]
         adamw, grass = (
-            {_rate(row): number(row["loss_100"], ".3f") for row in cells if settings_of(row).get("rank") == rank}
+            {
+                linear_rate(settings_of(row)): number(row["loss_100"], ".3f")
+                for row in cells
+                if settings_of(row).get("rank") == rank
+            }
             for rank in ("1.0", "0.0625")
         )
         rows += [[hidden, f"{rate:.2g}", adamw[rate], grass.get(8 * rate, "not run")] for rate in sorted(adamw)]
     return table(header, rows)
 
 
-def long() -> str:
-    """Losses at hidden size 768 and the full horizon by the rate of linear layers, first seed."""
-    ranks = {"AdamW, two rates": "1.0", "r = q = n/4": None, "r = q = n/8": "0.125", "r = q = n/16": "0.0625"}
-    cells = [row for row in read("gpu/cells.csv") if (row["model"], row["steps"], row["seed"]) == LONG]
-    of_grass = [row for row in cells if row["optimizer"] == "grass" and "moment_dtype" not in settings_of(row)]
-    losses = {
-        name: {_rate(row): number(row["loss_100"], ".3f") for row in of_grass if settings_of(row).get("rank") == rank}
-        for name, rank in ranks.items()
-    }
-    rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
-    rows = ([f"{rate:.2g}", *(by_rate.get(rate, "") for by_rate in losses.values())] for rate in rates)
-    return table(["rate of linear layers", *ranks], rows)
+def rates() -> str:
+    """Losses of the first seed by width, horizon and both rates: of linear layers, and of all other parameters."""
+    losses: dict[tuple[int, int, float, float], dict[str | None, str]] = {}
+    for row in read("gpu/cells.csv"):
+        values = settings_of(row)
+        searched = row["model"] in RATES_OF and row["steps"] != "270" and "scale" in values
+        if searched and row["optimizer"] == "grass" and row["seed"] == "0" and is_of_the_law(values):
+            key = (int(WIDTHS[row["model"]]), int(row["steps"]), -float(values["lr"]), linear_rate(values))
+            losses.setdefault(key, {})[values.get("rank")] = number(row["loss_100"], ".3f")
+    rows = (
+        [str(hidden), f"{steps:,}", f"{-other:g}", f"{rate:.2g}", *(of.get(rank, "") for rank in RANKS.values())]
+        for (hidden, steps, other, rate), of in sorted(losses.items())
+    )
+    return table(["hidden size", "steps", "other parameters", "linear layers", *RANKS], rows)
 
 
-def _rate(row: Row) -> float:
-    settings = settings_of(row)
-    return float(settings["lr"]) * float(settings["scale"])
+def one_rate() -> str:
+    """Losses at hidden size 768 and the full horizon with one rate for all parameters, by seed."""
+    losses: dict[str, dict[str, list[str]]] = {}
+    for row in sorted(read("gpu/cells.csv"), key=lambda row: row["seed"]):
+        values = settings_of(row)
+        ours = row["optimizer"] == "grass" and is_of_the_law(values) and "scale" not in values
+        if (row["model"], row["steps"]) == LONG and (ours or row["optimizer"] == "adamw"):
+            name = "AdamW" if not ours else f"r = q = {Fraction(values.get('rank', '0.25'))} n"
+            losses.setdefault(values["lr"], {}).setdefault(name, []).append(number(row["loss_100"], ".3f"))
+    names = list(dict.fromkeys(name for of in losses.values() for name in of))
+    by_rate = sorted(losses.items(), key=lambda item: float(item[0]))
+    return table(["`lr`", *names], ([lr, *(" ".join(of.get(name, [])) for name in names)] for lr, of in by_rate))
 
 
 def host_time() -> str:

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
+LONG_320 = "task=pretrain & model=9m-wide & steps=2150"
+LONG_768 = "task=pretrain & model=28m-wide & steps=2150"
 PRETRAIN = "task=pretrain & model=1m"
 ALIASES = {
     "@adamw": f"{PRETRAIN} & optimizer=adamw & settings=lr=0.002",
@@ -43,6 +45,20 @@ ALIASES = {
     "active_dtype=float32 autocast=False bf16_weights=True",
     "@long-wide-two-rates": "task=pretrain & model=9m-wide & settings=lr=0.012 rank=1.0 update_interval=1000000 "
     "scale=0.03125 selection=top_r dim=auto state_policy=reset explore=0",
+    "@320-two-rates": f"{LONG_320} & settings=lr=0.012 rank=1.0 update_interval=1000000 scale=0.0625 selection=top_r "
+    "dim=auto state_policy=reset explore=0",
+    "@320-4": f"{LONG_320} & settings=lr=0.012 scale=0.0625 explore=0.25 compact=True",
+    "@320-8": f"{LONG_320} & settings=lr=0.012 rank=0.125 scale=0.25 explore=0.125 compact=True",
+    "@320-16": f"{LONG_320} & settings=lr=0.012 rank=0.0625 scale=0.5 explore=0.0625 compact=True",
+    "@768-two-rates": f"{LONG_768} & settings=lr=0.003 rank=1.0 update_interval=1000000 scale=0.125 selection=top_r "
+    "dim=auto state_policy=reset explore=0",
+    "@768-one-adamw": f"{LONG_768} & optimizer=adamw & settings=lr=0.00025",
+    "@768-4": f"{LONG_768} & optimizer=grass & settings=lr=0.003 scale=0.25 explore=0.25 compact=True",
+    "@768-8": f"{LONG_768} & optimizer=grass & settings=lr=0.003 rank=0.125 scale=0.5 explore=0.125 compact=True",
+    "@768-turns-8": f"{LONG_768} & settings=lr=0.003 rank=0.125 scale=0.5 selection=balanced explore=0.125 "
+    "compact=True",
+    "@768-one-4": f"{LONG_768} & optimizer=grass & settings=lr=0.0005 explore=0.25 compact=True",
+    "@768-one-8": f"{LONG_768} & optimizer=grass & settings=lr=0.0005 rank=0.125 explore=0.125 compact=True",
     "@galore": f"{PRETRAIN} & optimizer=galore & settings=lr=0.012 update_interval=50",
     "@apollo": f"{PRETRAIN} & optimizer=apollo & settings=lr=0.012 update_interval=50",
     "@bank": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 update_interval=25 scale=0.25 "
