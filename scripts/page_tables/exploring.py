@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 from statistics import fmean
+from typing import NamedTuple
 
 from page_tables.markdown import table
 from page_tables.source import Row, read, select, settings_of
@@ -259,41 +260,61 @@ def residual_mlp() -> str:
 def widest() -> str:
     """Every method on the widest model, at the best of its rates of the linear layers: loss, memory and time."""
     rows = select("cells.csv", "pretrain & 270 & model=28m-wide")
-    lines = ([*line, *_peak_and_time(first)] for line, first in _by_method(rows))
+    lines = ([*line, *_peak_and_time(first)] for line, first in _lines_of_methods(rows))
     return table([*HEAD_OF_METHODS, "peak", "step time"], lines)
 
 
 def long_methods() -> str:
     """Every method after 2,150 steps on the widest model, on a GPU."""
     rows = select("gpu/cells.csv", "pretrain & 2150 & model=28m-wide")
-    return table(HEAD_OF_METHODS, (line for line, _ in _by_method(rows)))
+    return table(HEAD_OF_METHODS, (line for line, _ in _lines_of_methods(rows)))
 
 
-def _by_method(cells: list[Row]) -> Iterator[tuple[list[str], Row]]:
-    """A line of each method at the best of its rates and the cell of its first seed, the lowest loss first.
+class AtBest(NamedTuple):
+    """A method's cells by both of its rates, of other parameters and of linear layers, and those at the best of them.
 
-    The best rates are those of the first seed, which ran with all.
+    The best rates are those of the first seed, which ran with all. ``rows`` are in the order of the seeds.
     """
+
+    rates: dict[tuple[float, float], list[Row]]
+    best: tuple[float, float]
+    rows: list[Row]
+
+    @property
+    def megabytes(self) -> float:
+        """Gradients and optimizer state."""
+        return (int(self.rows[0]["state_bytes"]) + int(self.rows[0]["gradient_bytes"])) / 1e6
+
+
+def by_method(cells: list[Row]) -> dict[str, AtBest]:
+    """Cells of the widest model by what they train with, the method with the lowest loss first."""
     found: dict[str, dict[tuple[float, float], list[Row]]] = {}
     for row in cells:
         values = settings_of(row)
         rates = found.setdefault(method_of_the_widest(row), {})
         rates.setdefault((float(values["lr"]), linear_rate(values)), []).append(row)
-    for method, rates in sorted(found.items(), key=lambda item: min(map(_of_first_seed, item[1].values()))):
-        other, best = min(rates, key=lambda both: _of_first_seed(rates[both]))
-        rows = sorted(rates[other, best], key=lambda row: int(row["seed"]))
-        held = (int(rows[0]["state_bytes"]) + int(rows[0]["gradient_bytes"])) / 1e6
-        one = all(lr == rate for lr, rate in rates) or "scale" not in settings_of(rows[0])
-        worse = sorted({lr for lr, _ in rates} - {other}) if not one else []
+    methods = {}
+    for method, rates in found.items():
+        best = min(rates, key=lambda both: _of_first_seed(rates[both]))
+        methods[method] = AtBest(rates, best, sorted(rates[best], key=lambda row: int(row["seed"])))
+    return dict(sorted(methods.items(), key=lambda item: _of_first_seed(item[1].rows)))
+
+
+def _lines_of_methods(cells: list[Row]) -> Iterator[tuple[list[str], Row]]:
+    """A line of each method and the cell of its first seed."""
+    for method, of in by_method(cells).items():
+        other, best = of.best
+        one = all(lr == rate for lr, rate in of.rates) or "scale" not in settings_of(of.rows[0])
+        worse = sorted({lr for lr, _ in of.rates} - {other}) if not one else []
         line = [
             method,
-            " ".join(f"{float(row['loss_100']):.3f}" for row in rows),
-            ", ".join(_plain(rate) for lr, rate in sorted(rates, key=lambda both: both[1]) if one or lr == other),
+            " ".join(f"{float(row['loss_100']):.3f}" for row in of.rows),
+            ", ".join(_plain(rate) for rate in sorted(rate for lr, rate in of.rates if one or lr == other)),
             _plain(best),
             _plain(other) + (f" ({', '.join(map(_plain, worse))})" if worse else ""),
-            f"{held:.0f} MB",
+            f"{of.megabytes:.0f} MB",
         ]
-        yield line, rows[0]
+        yield line, of.rows[0]
 
 
 def _peak_and_time(row: Row) -> list[str]:

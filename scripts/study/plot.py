@@ -4,12 +4,15 @@
 
 ``quality_lr.png`` has the sweeps, ``quality_curves.png`` the curves at the full horizon, ``quality_wide.png`` those of
 the widest model. The left half of a picture of curves is at equal tokens. In its right half every method's tokens take
-the time that `speed.csv`, or for the widest model `speed_wide.csv`, says.
+the time that `speed.csv`, or for the widest model `speed_wide.csv`, says. ``quality_frontier.png`` has the widest
+model's losses in the long runs of a GPU, against memory.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib as mpl
 import pandas as pd
@@ -18,12 +21,31 @@ from results import CURVE, Results
 from run import DIRECTORY
 from tables import method_name, read_cells, step_seconds, study_rows
 
+sys.path.append(str(Path(__file__).parents[1]))
+from page_tables.exploring import by_method
+
 from grass.command_line import ArgumentParser
 
 SWEEP, FINAL, WIDE = "learning rate", "final", ("width", "widest")
 """Names of the studies that are drawn as sweeps and as curves."""
 WIDEST, ITS_RANK, ITS_STEPS = "28m-wide", 0.0625, "270"
 """The widest model, the rank of the compact mode that is drawn, and the horizon."""
+LONG_STEPS = "2150"
+"""The horizon of the frontier."""
+FRONTIER = {
+    "AdamW": "AdamW",
+    "8-bit AdamW": "8-bit AdamW",
+    "GaLore": "GaLore",
+    "APOLLO": "APOLLO",
+    "Muon": "Muon",
+    "Muon compact, r = q = 1/4 n": "Muon, n/4",
+    **{f"Grass compact, r = q = 1/{part} n": f"Grass, n/{part}" for part in (4, 8, 16)},
+    "Grass compact, r = 1/8 n, q = 1/32 n, bf16, 8-bit moments": "Grass, recipe",
+}
+"""The methods that it shows, and their labels; AdamW has one rate."""
+
+TICKS = (20, 50, 100, 200, 400)
+"""Of its memory, in MB."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -43,6 +65,9 @@ def main(argv: list[str] | None = None) -> None:
         cells = pd.concat([study_rows(grid.study(name), rows) for name in WIDE if name in grid.names])
         timed = pd.read_csv(wide, index_col="method").query("rank == @ITS_RANK")
         plot_curves(best_of_the_widest(cells, timed), timed, args.out / "quality_wide.png")
+    gpu = directory.parent / "gpu" / "cells.csv"
+    if gpu.exists():
+        plot_frontier(read_cells(gpu), args.out / "quality_frontier.png")
 
 
 def best_of_the_widest(cells: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame:
@@ -53,6 +78,29 @@ def best_of_the_widest(cells: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame
     cells = cells[cells["method"].str.removesuffix(", two rates").isin(speed.index) & ~other_rank]
     means = cells.groupby(["method", "settings"])[CURVE[-1]].mean()
     return cells[cells["settings"].isin({settings for _, settings in means.groupby("method").idxmin()})]
+
+
+def plot_frontier(cells: pd.DataFrame, path: Path) -> None:
+    """Loss against gradients and optimizer state: mean of the seeds, and the lowest and the highest of them."""
+    from matplotlib import pyplot as plt
+
+    long = cells[(cells["model"] == WIDEST) & (cells["steps"] == LONG_STEPS)].astype(str)
+    methods = by_method(long.to_dict("records"))
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for method, label in FRONTIER.items():
+        if method in methods:
+            losses = [float(row[CURVE[-1]]) for row in methods[method].rows]
+            mean, megabytes = fmean(losses), methods[method].megabytes
+            spread = [[mean - min(losses)], [max(losses) - mean]]
+            color, fill = "C0" if "compact" in method else "C1", "none" if len(losses) == 1 else None
+            axes.errorbar(megabytes, mean, spread, fmt="o", color=color, mfc=fill, capsize=3)
+            axes.annotate(label, (megabytes, mean), xytext=(7, 5), textcoords="offset points")
+    axes.set(xscale="log", xlabel="gradients and optimizer state, MB", ylabel="held-out loss, nats per byte")
+    axes.set_xticks(TICKS, TICKS)
+    axes.minorticks_off()
+    axes.set_xlim(TICKS[0] * 0.8, TICKS[-1] * 1.2)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
 
 
 def plot_sweeps(cells: pd.DataFrame, path: Path) -> None:

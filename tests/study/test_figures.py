@@ -87,6 +87,29 @@ def test_the_widest_model_has_the_best_run_of_each_timed_method():
     assert len(plot.best_of_the_widest(pd.concat([cells, second]), speed)) == 4
 
 
+@pytest.mark.slow
+def test_the_frontier_has_each_method_at_its_best_rate(tmp_path):
+    """The mean of the seeds at the rate that is best with the first, against gradients and state, and no other run."""
+    settings = "rank=0.125 scale={} explore=0.125 compact=True"
+    runs = [
+        ("2150", "0", "adamw", "lr=0.001", 1.5),
+        ("2150", "0", "adamw", "lr=0.002", 1.6),
+        ("2150", "1", "adamw", "lr=0.001", 1.7),
+        ("2150", "0", "grass", f"lr=0.003 {settings.format(0.5)}", 1.4),
+        ("2150", "0", "grass", f"lr=0.012 {settings.format(0.5)}", 1.3),
+        ("540", "0", "grass", f"lr=0.012 {settings.format(1.0)}", 1.2),
+        ("2150", "0", "fira", "lr=0.003", 1.1),
+    ]
+    cells = pd.DataFrame(runs, columns=["steps", "seed", "optimizer", "settings", CURVE[-1]]).assign(model="28m-wide")
+    cells = cells.assign(state_bytes=2_000_000, gradient_bytes=1_000_000)
+    plot.plot_frontier(cells, tmp_path / "frontier.png")
+    assert plt.imread(tmp_path / "frontier.png").size
+    (axes,) = plt.gcf().axes
+    points = {text.get_text(): text.xy for text in axes.texts}
+    assert points == {"AdamW": (3.0, pytest.approx(1.6)), "Grass, n/8": (3.0, 1.3)}
+    plt.close("all")
+
+
 def test_every_study_has_its_table(directory, capsys):
     tables.main(["--grid", str(directory / "grid.yaml"), "--results", str(directory / "cells.csv")])
     printed = capsys.readouterr().out
