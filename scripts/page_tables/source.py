@@ -26,6 +26,7 @@ ALIASES = {
     "@float32-compact-4": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 scale=0.125 explore=0.25 compact=True "
     "autocast=False",
     "@dense": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 scale=0.25",
+    "@balanced-4": f"{PRETRAIN} & settings=lr=0.012 scale=0.25 selection=balanced explore=0.25 compact=True",
     "@compact-4": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 scale=0.25 explore=0.25 compact=True",
     "@compact-8": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 rank=0.125 scale=0.25 explore=0.125 compact=True",
     "@wide-two-rates": "task=pretrain & model=28m-wide & settings=lr=0.012 rank=1.0 update_interval=1000000 "
