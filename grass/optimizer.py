@@ -19,7 +19,6 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import NEW, arm, take_over
 from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_seeds, take_flags
-from grass.compact_mode.synced_rows import looks_always
 from grass.coverage import report_decay, report_rank, report_scale
 from grass.health import Health
 from grass.interrupted import mend
@@ -330,8 +329,7 @@ class GrassAdamW(Optimizer):
         self._mend()
         for layer in whole.layers.values():
             Owner.check(layer, self)
-            layer.follow(probe=looks_always(layer))
-            layer.drop_gradient()
+            layer.prepare_step()
         if self.offload is None or not self.offload.options.masters:
             self._lost.count(self.param_groups, whole.layers)
         self._unfinished = self.offload is None

@@ -14,7 +14,6 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import Trained, adopt, advance, arm, check_rows, resume, take_over
 from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_seeds
-from grass.compact_mode.synced_rows import looks_always
 from grass.coverage import report_decay
 from grass.options import SPEED_KEYS, Options, as_number, settings_of, validate
 from grass.parallel.agreement import Agreement
@@ -195,8 +194,7 @@ class Attachment:
         self._agreement.check_joining(ranks, optimizer.param_groups)
         self._agreement.check(ranks, self._settings(), self._selected)
         for layer, _, position, *_ in self._trained():
-            layer.follow(probe=looks_always(layer))
-            layer.drop_gradient()
+            layer.prepare_step()
             if layer.reach:
                 self._before[position] = layer.rows().clone()
             if isinstance(optimizer, torch.optim.Adafactor):

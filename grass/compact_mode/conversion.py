@@ -17,11 +17,11 @@ from grass.compact_mode.expert_conversion import experts_to_convert, is_converte
 from grass.compact_mode.experts import ExpertRows
 from grass.compact_mode.int8 import Int8Storage
 from grass.compact_mode.layer import LAYERS, CompactLayer
-from grass.compact_mode.linear_classes import compact_class
+from grass.compact_mode.linear_classes import compact_class, taken_names
 from grass.compact_mode.registry import take_flags
 from grass.compact_mode.strata import of_stratum, strata_of
 from grass.compact_mode.synced_rows import SyncedRows
-from grass.compact_mode.unconvertible import check_not_sharded, check_not_wrapped, unconvertible
+from grass.compact_mode.unconvertible import check_not_lazy, check_not_sharded, check_not_wrapped, unconvertible
 from grass.coverage import report_rank
 from grass.options import check_value, resolve_rank
 from grass.parallel.shards import is_wrapper, local
@@ -79,13 +79,15 @@ def compact(
     ``parallelize_module`` (:mod:`grass.compact_mode.tensor_parallel`, :mod:`grass.compact_mode.expert_parallel`). Then
     ``layer.active`` trains: ``r`` selected rows with optimizer state and ``q`` explored rows without
     (:mod:`grass.selection.exploration`). Its shape is ``(r + q, n)`` for ``dim=0`` and ``(m, r + q)`` for ``dim=1``.
-    The gradient of the full weight is never formed. ``model.state_dict()`` stays that of the plain model. The first
+    The gradient of the full weight is never formed. ``model.state_dict()`` stays that of the plain model. The
+    attributes of the weight, as ``_no_weight_decay``, are those of ``layer.active``, too. The first
     rows are drawn uniformly with ``seed``. One line reports the share of the parameters that is converted and the
     weights that train at full rank: on the logger ``grass``, or on stderr if logging is not configured.
 
     These layers stay as they are, with a log message: layers whose weight is shared with another module, frozen, or
-    read by the enclosing module itself, and layers that are no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by
-    PEFT). A layer that is converted already keeps its rows if rank, explore and dim are the same.
+    read by the enclosing module itself, layers with attributes of their own under names that converted layers use, and
+    layers that are no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by PEFT).
+    A layer that is converted already keeps its rows if rank, explore and dim are the same.
 
     Args:
         model: any module.
@@ -109,8 +111,9 @@ def compact(
 
     Raises:
         ValueError: nothing matches or nothing can be converted; rank and explore exceed a dimension; a layer is
-            converted already with other values; ``parallelize_module`` has placed a weight otherwise than as ``Shard``
-            over one dimension of a mesh, of experts otherwise than as ``Shard(0)``. The model is then as it was.
+            converted already with other values; a weight has no shape yet, as of ``nn.LazyLinear``;
+            ``parallelize_module`` has placed a weight otherwise than as ``Shard`` over one dimension of a mesh, of
+            experts otherwise than as ``Shard(0)``. The model is then as it was.
         RuntimeError: DDP has wrapped the model, or ``fully_shard`` has sharded it.
     """
     if not isinstance(model, nn.Module):
@@ -119,6 +122,7 @@ def compact(
     report_rank(rank)
     check_convertible(model)
     check_not_wrapped(model)
+    check_not_lazy(model)
     experts = experts_to_convert(model, targets, exclude, dim)
     matched = matched_modules(model, targets, exclude, may_be_none=bool(experts))
     reasons, layers = unconvertible(model), {name: model.get_submodule(name) for name in matched}
@@ -260,6 +264,9 @@ def convertible(name: str, layer: Any, reasons: Mapping[str, str] = MappingProxy
     if compact_class(layer) is None:
         logger.warning("Grass passes over %r: %s is no plain linear layer", name, type(layer).__name__)
         return False
+    if names := taken_names(layer, CONVERSION_ATTRIBUTES):
+        logger.warning("Grass passes over %r: converted layers use its attributes %s: rename them", name, names)
+        return False
     if is_wrapper(layer.weight):
         logger.warning("Grass passes over %r: its weight is a %s", name, type(layer.weight).__name__)
         return False
@@ -346,6 +353,7 @@ def _convert(layer: Any, name: str, rank: int, explored: int, wanted: _Wanted, f
     layer.chosen.copy_(layer.draw_first())
     rows = layer.active_projector().gather(matrix).contiguous()
     layer.active = layer.as_parameter(rows.to(wanted.dtype or (torch.float32 if layer.weights else matrix.dtype)))
+    vars(layer.active).update(vars(layer.weight))  # flags by which loops choose parameters, as _no_weight_decay
     layer.storage.store(layer, matrix)
     layer.mark_synced()
     LAYERS.add(layer)

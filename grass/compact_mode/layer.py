@@ -231,6 +231,11 @@ class CompactLayer(ActiveRows):
         """Take up what was changed from outside: :meth:`SyncedRows.follow`."""
         self.synced.follow(self, compare=compare, probe=probe)
 
+    def prepare_step(self) -> None:
+        """Take up what was changed from outside, and forget a gradient of the weight."""
+        self.synced.prepare_step(self, probe=looks_always(self))
+        self.drop_gradient()
+
     def mark_synced(self) -> None:
         """Note that weight and active rows agree: :meth:`SyncedRows.mark`."""
         self.synced.mark(self)

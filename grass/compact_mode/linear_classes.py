@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -59,6 +60,20 @@ def compact_class(module: nn.Module) -> type[CompactLayer] | None:
 
         return CompactConv1D
     return None
+
+
+def taken_names(module: nn.Module, attributes: Iterable[str]) -> list[str]:
+    """What a layer or its class has of its own under names that its converted counterpart uses.
+
+    Args:
+        module: a layer that :func:`compact_class` has a counterpart of.
+        attributes: what the conversion sets, beside what the counterpart's class has.
+    """
+    if type(module) in COUNTERPARTS:
+        return []
+    ours = {*dir(CompactLayer), *attributes, "active", "chosen"} - set(dir(nn.Linear))
+    held = {*vars(module), *module._parameters, *module._buffers, *module._modules, *dir(type(module))}
+    return sorted(name for name in ours & held if not name.startswith("__"))
 
 
 def _base(module: nn.Module) -> type[CompactLayer]:

@@ -123,10 +123,11 @@ class SyncedRows:
         sharded: whether the weight was a ``DTensor`` when both agreed; of its changes only tensor versions tell.
         empty: the active rows have no values yet: the layer has left the meta device.
         stepped: whether an optimizer has stepped them, here or before they were saved.
+        seen: whether something has looked for changes since the last step; compiled forwards do not.
     """
 
     def __init__(self) -> None:
-        self.late = self.sharded = self.empty = self.stepped = False
+        self.late = self.sharded = self.empty = self.stepped = self.seen = False
         self.agreed: Stamps | None = None
         self._selections = 0  # of the layer when both agreed
         self._looks_next = False  # whether rows were selected then, and the next step is the first to move them
@@ -162,11 +163,14 @@ class SyncedRows:
         layer.arrive()
         if torch.compiler.is_compiling() or is_tracing():  # type: ignore[no-untyped-call]
             return
+        self.seen = True
         if self.sharded and not self.empty and not is_sharded(layer.weight):
             return
         if self._pending:
             self._write_pending(layer)
         now = layer.stamps()
+        if now is None:
+            _check_not_replaced(layer)
         if self.empty and now is None and is_sharded(layer.weight):
             layer.reload()
         if now is None or (
@@ -188,12 +192,25 @@ class SyncedRows:
             self.sync(layer, compare=compare, probe=probe)
             return
         layer.arrive()
+        self.seen = True
         if (now := layer.stamps()) is not None and self.agreed is not None and now != self.agreed:
             layer.before_change()
             if now[1] != self.agreed[1]:
                 layer.storage.take_weight(layer)
             layer.mark_synced()
             layer.after_change(everything=False)
+
+    def prepare_step(self, layer: CompactLayer, *, probe: bool) -> None:
+        """As :meth:`follow`, before a step. Warns of a change of active rows that compiled forwards have not seen."""
+        now, then = layer.stamps(), self.agreed
+        if not self.seen and then and now and now[0] != then[0] and now[1] == then[1] and layer.active.grad is not None:
+            self._tell(
+                "Grass: the active columns of %r were changed between two steps. Compiled forwards do not look: a "
+                "change before one, as by SAM, was without effect on it. Call the module that is not compiled there",
+                layer.label,
+            )
+        self.follow(layer, probe=probe)
+        self.seen = False
 
     def mark(self, layer: CompactLayer) -> None:
         """Note that weight and active rows agree, or will when they are written back."""
@@ -287,6 +304,20 @@ class SyncedRows:
             if self._probes > 0:
                 self._probes -= 1
         return not layer.storage.holds(layer, probe=True)
+
+
+def _check_not_replaced(layer: CompactLayer) -> None:
+    """Refuse a plain tensor in the place of the active rows alone: forward computes with the weight and ignores it.
+
+    Raises:
+        TypeError: as ``torch.func.functional_call`` puts it there.
+    """
+    active: Any = layer._parameters.get("active")
+    if type(active) is Tensor and type(layer.own_weight()) is nn.Parameter:
+        raise TypeError(
+            f"A tensor was put in the place of {layer.label + '.active'!r}, as by functional_call. Forward does not "
+            "read it: it computes with the weight. Call grass.expand(model) before"
+        )
 
 
 def looks_always(layer: CompactLayer) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from grass.parallel.ddp import are_wrapped
 from grass.parallel.shards import is_sharded, is_tensor_parallel, shard_dim
@@ -168,6 +169,16 @@ def check_not_wrapped(model: nn.Module) -> None:
             "Too late to convert: DistributedDataParallel has wrapped this model and would not reduce the gradients of "
             "the active rows. Call grass.compact() before; in Lightning, in the module's __init__ or configure_model"
         )
+
+
+def check_not_lazy(model: nn.Module) -> None:
+    """Refuse a model whose weights have no shape yet, as those of ``nn.LazyLinear``.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    if (name := next((name for name, p in model.named_parameters() if is_lazy(p)), None)) is not None:
+        raise ValueError(f"{name!r} has no shape yet: run one forward before grass.compact()")
 
 
 def check_not_sharded(layers: dict[str, Any]) -> None:

@@ -98,3 +98,30 @@ def test_fused_step(active: torch.dtype | None) -> None:
         # Some roundings to bf16 fall to the other side: biases and norms take torch's unfused AdamW with fused=False,
         # which rounds between its operations.
         assert relative_difference(states[1][name], value) < 2**-6 or not value.any(), name
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_change_that_no_forward_has_seen_is_told(compiled: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """SAM perturbs active rows before its second forward: a compiled one does not see it, and the step says so once."""
+    model, optimizer = converted(update_interval=2)
+    run = torch.compile(model, backend="eager") if compiled else model
+    for batch in batches(3):
+        loss = loss_of(run, batch)
+        loss.backward()
+        with torch.no_grad():
+            for layer in compact_layers(model).values():
+                layer.active.add_(0.1)
+            perturbed = loss_of(run, batch)
+            for layer in compact_layers(model).values():
+                layer.active.sub_(0.1)
+        assert torch.equal(perturbed, loss.detach()) == compiled
+        optimizer.step()
+        optimizer.zero_grad()
+    told = [message for message in caplog.messages if "Compiled forwards do not look" in message]
+    assert len(told) == compiled * len(compact_layers(model)), "once for each layer"
+
+
+def test_nothing_is_told_of_a_run_without_changes_by_hand(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = converted(update_interval=2)
+    compiled_training("eager", model, optimizer, batches(6))
+    assert "Compiled forwards" not in caplog.text

@@ -396,3 +396,23 @@ def test_active_rows_without_their_weight_are_not_loaded() -> None:
     with pytest.raises(RuntimeError, match=r"active comes without .*weight: which columns they are is not saved"):
         model.load_state_dict(trained, strict=False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if "weight" in name)
+
+
+def test_values_that_forward_would_not_read() -> None:
+    """Fast weights in the place of active rows are refused; those of all parameters are not, which have the weight."""
+    model, _ = converted(explore=0)
+    x = batches(1)[0][0]
+    fast = {name: p - 0.1 for name, p in model.named_parameters() if p.requires_grad}
+    with pytest.raises(TypeError, match=r"in the place of 'up.active', as by functional_call.*grass.expand"):
+        torch.func.functional_call(model, fast, (x,))
+    with torch.no_grad():
+        whole = {name: p.detach() for name, p in model.named_parameters()}
+        assert torch.equal(torch.func.functional_call(model, whole, (x,)), model(x))
+
+
+def test_weights_without_a_shape() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    with pytest.raises(ValueError, match=r"'1.weight' has no shape yet: run one forward"):
+        grass.compact(model, rank=2, targets="all-linear")
+    model(torch.randn(2, 4))
+    assert grass.compact(model, rank=2, targets="all-linear") == ["0", "1"]

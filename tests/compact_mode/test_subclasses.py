@@ -190,3 +190,35 @@ def converted(weights: str | None) -> nn.Module:
     layer = nn.Linear(4, 4)
     grass.compact(layer, rank=2, weights=weights)
     return layer
+
+
+class Marked(nn.Linear):
+    """Has attributes that converted layers have, too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.dim, self.rank = -1, 8
+
+    def scale(self) -> float:
+        return 0.5
+
+
+def test_layers_with_names_of_converted_ones_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    """The conversion would overwrite attributes, and ``expand`` would take them away."""
+    model = model_of(Marked(8), nn.Linear(8, 8))
+    model[1].chosen = "mine"
+    assert grass.compact(model, rank=2, targets="all-linear") == ["3"]
+    assert "passes over '0': converted layers use its attributes ['dim', 'rank', 'scale']" in caplog.text
+    assert "passes over '1': converted layers use its attributes ['chosen']" in caplog.text
+    assert (model[0].dim, model[0].rank, model[0].scale(), model[1].chosen) == (-1, 8, 0.5, "mine")
+    grass.expand(model)
+    assert (model[0].dim, model[0].rank, model[1].chosen) == (-1, 8, "mine")
+
+
+def test_flags_of_a_weight_are_those_of_its_active_rows() -> None:
+    """Loops choose groups by attributes of parameters, as ``_no_weight_decay`` of state space models."""
+    model = model_of(nn.Linear(8, 8))
+    model[0].weight._no_weight_decay = True
+    grass.compact(model, rank=2, targets="all-linear")
+    assert model[0].active._no_weight_decay
+    assert not hasattr(model[2].active, "_no_weight_decay")
