@@ -64,6 +64,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "law_losses": exploring.law_losses,
     "long_runs": exploring.long_runs,
     "residual_mlp": exploring.residual_mlp,
+    "word_counts": exploring.word_counts,
     "muon": exploring.muon,
     "law": partial(exploring.law, "270"),
     "law_short": partial(exploring.law, "540"),

@@ -251,7 +251,16 @@ def _best_of(rows: list[Row], steps: str = "2150") -> str:
 
 def residual_mlp() -> str:
     """Losses of the residual MLP by method and rate, in the order of the seeds."""
-    losses = _losses("residual_mlp.csv", "method", "lr", of="loss")
+    return _by_method_and_rate("residual_mlp.csv")
+
+
+def word_counts() -> str:
+    """Losses of the classifier of word counts by method and rate, in the order of the seeds."""
+    return _by_method_and_rate("word_counts.csv")
+
+
+def _by_method_and_rate(name: str) -> str:
+    losses = _losses(name, "method", "lr", of="loss")
     methods, rates = (list(dict.fromkeys(names)) for names in zip(*losses, strict=True))
     lines = ([method, *(_by_seed(losses[method, rate]) for rate in rates)] for method in methods)
     return table(["method", *(f"lr = {rate}" for rate in rates)], lines)

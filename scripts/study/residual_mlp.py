@@ -55,10 +55,10 @@ class ResidualMLP(nn.Module):
         return self.lm_head(x)  # type: ignore[no-any-return]
 
 
-def optimizer_of(model: nn.Module, rank: float | None, lr: float) -> Optimizer:
+def optimizer_of(model: nn.Module, rank: float | None, lr: float, exclude: tuple[str, ...] = ()) -> Optimizer:
     if rank is None:
         return AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    grass.compact(model, rank=rank)
+    grass.compact(model, rank=rank, exclude=exclude)
     return grass.GrassAdamW(model, lr=lr, weight_decay=0.0)
 
 
