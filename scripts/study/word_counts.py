@@ -12,6 +12,7 @@ seed; the other seeds run at AdamW's best.
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -56,6 +57,7 @@ class Texts(NamedTuple):
         return (self.counts == 0).double().mean().item()
 
     def part(self, *, held_out: bool) -> Texts:
+        """The texts that are held out, or the others."""
         chosen = (torch.arange(len(self.packages)) % HELD_OUT == 0) == held_out
         return Texts(self.counts[chosen], self.packages[chosen])
 
@@ -85,7 +87,7 @@ def train(
     """Loss on the texts held out."""
     torch.manual_seed(seed)
     widths = (WORDS, 256, 256)
-    hidden = [layer for ins, out in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(ins, out), nn.ReLU())]
+    hidden = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
     model = nn.Sequential(*hidden, nn.Linear(256, CLASSES))
     optimizer = optimizer_of(model, rank, lr, exclude=(*exclude, str(len(hidden))))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
