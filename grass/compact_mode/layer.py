@@ -67,6 +67,11 @@ LAYERS: _Layers = _Layers()
 """Every converted layer alive."""
 
 
+def autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """What autocast makes of a tensor: it leaves float64 alone."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
 class CompactLayer(ActiveRows):
     """What converted layers share. :func:`grass.compact` makes them; do not construct one.
 
@@ -131,8 +136,8 @@ class CompactLayer(ActiveRows):
         weight, scale = self.matrix(), self.scale()
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-            weight = weight.to(dtype) if scale is None else weight
+            x, bias = autocast(x, dtype), None if bias is None else autocast(bias, dtype)
+            weight = autocast(weight, dtype) if scale is None else weight
         rows = active, self.chosen, self.dim, self.rank, self.gradient_scale
         y, _ = CompactLinearFunction.apply(x, weight, scale, bias, *rows, self.fed_sketch(), self.signs)  # type: ignore[no-untyped-call]
         return y  # type: ignore[no-any-return]

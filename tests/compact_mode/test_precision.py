@@ -167,3 +167,15 @@ def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
             torch.set_default_dtype(torch.float32)
         models.append(model)
     assert_same_weights(*models)
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    """As torch's own layers, in training and in evaluations."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).double(), torch.randn(3, 8).double()
+    plain = model(x)
+    grass.compact(model, rank=2, targets="all-linear")
+    with torch.autocast("cpu", torch.bfloat16):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                torch.testing.assert_close(model(x), plain, rtol=1e-12, atol=1e-12)

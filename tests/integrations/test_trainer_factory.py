@@ -101,6 +101,24 @@ def test_what_decays(tmp_path: Path, mode: str) -> None:
     assert set(decay.values()) == {0.0, 0.1}
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trainer_says_itself_what_decays(mode: str, tiny_llama: Build, tmp_path: Path) -> None:
+    """Its ``get_decay_parameter_names`` may be overridden; names of weights stand for their active columns."""
+
+    class Trainer(GrassTrainer):
+        def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+            names = super().get_decay_parameter_names(model)
+            return [name for name in names if "embed" not in name and not name.endswith("up_proj.weight")]
+
+    run = Trainer(tiny_llama(), arguments(tmp_path, weight_decay=0.1), grass=MODES[mode])
+    decay = {
+        name: group["weight_decay"] for group in run.create_optimizer().param_groups for name in group["param_names"]
+    }
+    free = {name for name, value in decay.items() if value == 0}
+    assert {name for name in decay if "embed" in name or "up_proj" in name or "norm" in name} == free
+    assert set(decay.values()) == {0.0, 0.1}
+
+
 def named_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict[str, Any]]:
     name_of = {id(p): name for name, p in model.named_parameters()}
     return [{**group, "names": [name_of[id(p)] for p in group["params"]]} for group in optimizer.param_groups]

@@ -109,6 +109,16 @@ def test_every_column_is_adamw(tiny_llama: Build, tmp_path: Path, method: str) -
     assert columns["some"].any()
 
 
+def test_a_reference_that_follows_is_refused(tiny_llama: Build, tmp_path: Path) -> None:
+    """The callback of ``sync_ref_model``, put in by hand."""
+    callback = trl.trainer.callbacks.SyncRefModelCallback(tiny_llama(), None)
+    rows = [{"input_ids": [k % 60] * 8, "labels": [k % 60] * 8} for k in range(8)]
+    args = transformers.TrainingArguments(str(tmp_path), **COMMON)
+    trainer = GrassTrainer(tiny_llama(), args, train_dataset=rows, callbacks=[callback], grass={"rank": 0.5})
+    with pytest.raises(ValueError, match=r"SyncRefModelCallback.*mode='dense'"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("mode", ["compact", "dense"])
 def test_averages_by_order_are_refused(mode: str, tiny_llama: Build, tmp_path: Path) -> None:
     """``BEMACallback`` pairs parameters: it would copy active columns to wrong places, where their shapes fit."""

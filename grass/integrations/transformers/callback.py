@@ -31,8 +31,8 @@ class GrassCallback(TrainerCallback):
         trainer: the Trainer that the callback is added to.
 
     Raises:
-        ValueError: at the start of training, if Grass trains no part of the model, or if TRL's ``BEMACallback``
-            averages a converted one.
+        ValueError: at the start of training, if Grass trains no part of the model, or if TRL's ``BEMACallback`` or
+            ``SyncRefModelCallback`` averages a converted one.
         RuntimeError: at the start of training, if layers were converted after their optimizer was built.
     """
 
@@ -99,12 +99,11 @@ class GrassCallback(TrainerCallback):
 
 def _check_averages(trainer: Trainer, model: nn.Module) -> None:
     """Refuse TRL's averages of a converted model, whose parameters in order are not those of the plain model."""
-    kinds = (kind for callback in trainer.callback_handler.callbacks for kind in type(callback).__mro__)
-    if any(kind.__name__ == "BEMACallback" for kind in kinds) and any(
-        isinstance(module, CompactLayer) for module in model.modules()
-    ):
+    kinds = {kind.__name__ for callback in trainer.callback_handler.callbacks for kind in type(callback).__mro__}
+    pairing = kinds & {"BEMACallback", "SyncRefModelCallback"}
+    if pairing and any(isinstance(module, CompactLayer) for module in model.modules()):
         raise ValueError(
-            "BEMACallback pairs the parameters of two models in order, and a converted model has others: use "
+            f"{pairing.pop()} pairs the parameters of two models in order, and a converted model has others: use "
             "mode='dense', or average by grass.AveragedModel"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import Any
 
@@ -41,6 +41,7 @@ class GrassFactory:
         rank: int | float | None = None,
         targets: Targets = None,
         exclude: Targets = (),
+        decay_names: Callable[[nn.Module], Iterable[str]] | None = None,
         **keywords: Any,
     ) -> GrassAdamW:
         """Convert ``model`` in compact mode and build its optimizer. Norms and biases do not decay.
@@ -57,6 +58,9 @@ class GrassFactory:
             rank: rows to train per weight, a number or a fraction; ``None`` for a model that is converted already.
             targets: as in :func:`grass.matched_modules`.
             exclude: layers to leave out, given like ``targets``.
+            decay_names: a function that names the parameters of a model that decay; active rows decay as the weight
+                whose they are. ``None``: all but norms and biases, as Trainer has it.
+                :class:`grass.integrations.transformers.GrassTrainer` gives its ``get_decay_parameter_names``.
             keywords: any other argument of :class:`grass.GrassAdamW` and, in compact mode, ``explore``, ``dim``,
                 ``dtype`` and ``calibration`` of :func:`grass.compact`. To use ``weights="int8"``, convert the model
                 before Trainer is made.
@@ -91,7 +95,7 @@ class GrassFactory:
             conversion = {key: keywords.pop(key) for key in CONVERSION if key in keywords}
             compact(model, rank=rank, targets=targets, exclude=exclude, seed=keywords.get("seed", 0), **conversion)
             groups = [{"params": _trainable(model)}]
-        return GrassAdamW(_split_by_decay(model, groups), **keywords)
+        return GrassAdamW(_split_by_decay(groups, _decaying(model, decay_names)), **keywords)
 
 
 def check_keywords(given: Iterable[str]) -> None:
@@ -196,9 +200,21 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [item for item in model.named_parameters() if item[1].requires_grad]
 
 
-def _split_by_decay(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split each group into the parameters that Trainer decays and the rest."""
-    names = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses no self
+def _decaying(model: nn.Module, decay_names: Callable[[nn.Module], Iterable[str]] | None) -> set[str]:
+    """Names of the parameters that decay; active rows do as the weight whose they are, whatever they are called."""
+    rule: Any = Trainer.get_decay_parameter_names
+    found = set(rule(None, model) if decay_names is None else decay_names(model))  # Trainer's uses no self
+    every = dict(model.named_parameters())
+    for name, module in model.named_modules():
+        if isinstance(module, CompactLayer) and f"{name}.weight" in every:
+            found.discard(f"{name}.active")
+            if f"{name}.weight" in found:
+                found.add(f"{name}.active")
+    return found
+
+
+def _split_by_decay(groups: list[dict[str, Any]], names: set[str]) -> list[dict[str, Any]]:
+    """Split each group into the parameters that decay and the rest."""
     split = []
     for group in groups:
         decaying = [item for item in group["params"] if item[0] in names]

@@ -38,7 +38,8 @@ class GrassTrainerMixin:
         if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
             raise ValueError("grass={...} chooses the optimizer: give neither optimizers nor optimizer_cls_and_kwargs")
         check_optim(trainer.args)
-        trainer.optimizer_cls_and_kwargs = GrassFactory, {"args": trainer.args, **grass}
+        by_trainer = {"args": trainer.args, "decay_names": trainer.get_decay_parameter_names}
+        trainer.optimizer_cls_and_kwargs = GrassFactory, {**by_trainer, **grass}
         trainer.add_callback(GrassCallback(trainer))
         self._uneven = None if deal is None else UnevenTraining(trainer, deal)
         if self._uneven is not None:
