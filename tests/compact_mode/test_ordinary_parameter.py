@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import grass
-import grass.optimizer as grass_optimizer
 from grass import GrassAdamW
 from grass.compact_mode import layer as compact_layer
 from grass.compact_mode import synced_rows
@@ -288,7 +287,7 @@ def test_where_looking_takes_time_changes_through_data_are_found_after_a_selecti
     recurs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a clamp of weights after every step is, which on a GPU begins long after the first forwards."""
-    for module in (synced_rows, compact_layer, grass_optimizer):
+    for module in (synced_rows, compact_layer):
         monkeypatch.setattr(module, "looks_always", lambda layer: False)
     model = network()
     optimizer = GrassAdamW(model, lr=1e-3, update_interval=20)
