@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,9 +107,16 @@ def _difference(tensor: Tensor, before: Tensor) -> tuple[dict[str, Tensor], floa
 
 
 def _without_twins(state: Mapping[str, Tensor], base: Mapping[str, Tensor] | _Files) -> dict[str, Tensor]:
-    """The state without second names of a tied tensor that the base has under its first only."""
-    known = {tensor.data_ptr() for name, tensor in state.items() if name in base and tensor.numel()}
-    return {name: tensor for name, tensor in state.items() if name in base or tensor.data_ptr() not in known}
+    """The state with one name of each tied tensor: the first that the base has."""
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        if name in base:
+            first.setdefault(_place(tensor), name)
+    return {name: t for name, t in state.items() if t.numel() == 0 or first.get(_place(t), name) == name}
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _check(name: str, tensor: Tensor, base: Mapping[str, Tensor] | _Files) -> None:

@@ -100,6 +100,8 @@ def run(parser: ArgumentParser, args: argparse.Namespace, processes: Processes) 
         trainer = Trainer(model, optimizer, data, train_config, checkpoints, settings, processes)
         if args.resume and trainer.resume() and processes.is_main:
             print(f"Resumed at step {trainer.step}")
+        if trainer.step > args.steps:
+            raise ValueError(f"Invalid --steps {args.steps}: {args.out} is at step {trainer.step} already")
     except ValueError as error:
         parser.error(str(error))
     result, weights = trainer.run(), whole_weights(model)
@@ -165,14 +167,14 @@ def report(result: Result, trainer: Trainer, args: argparse.Namespace) -> None:
 def checkpoint_store(args: argparse.Namespace, optimizer: OptimizerConfig) -> CheckpointStore | None:
     """Where to save checkpoints; ``None`` for optimizers whose state cannot be loaded safely."""
     store = CheckpointStore(args.out / "checkpoints", keep=args.keep)
+    if not args.resume and (store.paths() or (args.out / "model").exists()):
+        raise ValueError(f"{args.out} already holds a run: continue it with --resume or choose another --out")
     if not optimizer.resumable:
         reason = f"the state of {optimizer.name} holds pickled objects, which torch.load(weights_only=True) refuses"
         if args.resume:
             raise ValueError(f"Cannot --resume: {reason}")
         warnings.warn(f"No checkpoints will be saved, only the final model: {reason}", stacklevel=2)
         return None
-    if not args.resume and store.paths():
-        raise ValueError(f"{args.out} already holds a run: continue it with --resume or choose another --out")
     return store
 
 

@@ -1,5 +1,7 @@
 """A finetuned model as a file of columns: small, exact, and refused where it does not fit."""
 
+import copy
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -62,6 +64,18 @@ def test_the_base_may_be_what_save_pretrained_wrote(tmp_path, sharded):
     shares = grass.save_columns(model, tmp_path / "columns.safetensors", tmp_path / "base")
     assert set(shares.values()) == {1.0}  # AdamW moves everything
     other = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    grass.load_columns(other, tmp_path / "columns.safetensors")
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_tied_tensors_are_saved_once(tmp_path):
+    """A state dict as the base has both names."""
+    model = tiny(tied=True)
+    base = plain_state(model)
+    other = copy.deepcopy(model)
+    train(model, torch.optim.AdamW(model.parameters()))
+    shares = grass.save_columns(model, tmp_path / "columns.safetensors", base)
+    assert len(shares) == len(base) - 1
     grass.load_columns(other, tmp_path / "columns.safetensors")
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
 

@@ -74,7 +74,7 @@ class CompactLinearFunction(torch.autograd.Function):
         if grad is not None:
             if ctx.needs_input_grad[0]:
                 values = _values(weight, scale, ctx.dim, grad.dtype)
-                through = grad @ (_depending_on(values, ctx) if torch.is_grad_enabled() else values)
+                through = grad @ (_depending_on(values, ctx, chosen) if torch.is_grad_enabled() else values)
                 grad_x = through if grad_x is None else grad_x + through
             g, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
             grad_bias = g.sum(0) if ctx.needs_input_grad[3] else None
@@ -154,16 +154,18 @@ def scale_explored(rows: Tensor, ctx: Any) -> Tensor:
     return rows
 
 
-def _depending_on(values: Tensor, ctx: Any) -> Tensor:
-    """The weight's values ``(m, n)`` as a function of the active rows, with the gradient that backward gives these."""
+def _depending_on(values: Tensor, ctx: Any, chosen: Tensor) -> Tensor:
+    """The weight's values ``(m, n)`` as a function of the active rows, with the gradient that backward gives these.
+
+    Of the active rows only the gradient counts: a streamed unit has a tensor without their values in their place.
+    """
     active, dim = ctx.active, ctx.dim
     if ctx.gradient_scale != 1.0:
         factors = torch.ones(active.shape[dim], dtype=active.dtype, device=active.device)
         factors[ctx.rank :] = ctx.gradient_scale
-        scaled = active * factors.unsqueeze(1 - dim)
-        active = scaled + (active - scaled).detach()
-    chosen = ctx.saved_tensors[3]
-    return values.index_copy(dim, chosen, active.to(values.dtype))
+        active = active * factors.unsqueeze(1 - dim)
+    rows = active.to(values.dtype)
+    return values.index_copy(dim, chosen, rows + (values.index_select(dim, chosen) - rows).detach())
 
 
 def _values(weight: Tensor, scale: Tensor | None, dim: int, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +27,13 @@ from grass.streaming.gradients import HostGradients
 from grass.streaming.host_block import HostBlock, Place
 from grass.streaming.micro_batches import MicroBatches
 from grass.streaming.prefetch import BACKWARD, FORWARD, INFERENCE, Prefetcher
+
+logger = logging.getLogger("grass")
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules whose forward changes buffers that it does not compute with."""
+TOLD: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
+"""The streams of which a warning has said that forwards change buffers."""
 
 
 class StreamedBlock(nn.Module):
@@ -200,23 +209,41 @@ class BlockForward:
                 layer.sketch = gradients.arrive(sketch, _shape_of(sketch, self._prefetcher.device)) if grad else None
                 layer.signs = None if signs is None else signs.to(self._prefetcher.device)
             yield
-            if not _in_backward():
-                _copy_back(here, tensors, versions)
+            if not _in_backward() and (changed := _copy_back(here, tensors, versions)) and grad:
+                self._report_changed(changed)
         finally:
             unit.take_back()
             if versions != [tensor._version for tensor in tensors]:
                 self._prefetcher.drop(self._number)
 
+    def _report_changed(self, changed: set[int]) -> None:
+        """Warn once of a module, other than batch norm, that may compute with buffers that its forward has changed."""
+        changing = [m for m in self._unit.module.modules() if id(m._buffers) in changed]
+        kinds = {type(m).__name__.removeprefix("Streamed") for m in changing if not isinstance(m, BATCH_NORMS)}
+        if kinds and self._prefetcher not in TOLD:
+            TOLD.add(self._prefetcher)
+            logger.warning(
+                "Grass: forwards of %s change buffers. They run again in backward, from the changed buffers: if they "
+                "compute with those, gradients are not those of the resident model",
+                ", ".join(sorted(kinds)),
+            )
+
 
 @torch.no_grad()
-def _copy_back(here: list[tuple[Place, Tensor]], there: list[Tensor], versions: list[int]) -> None:
-    """Copy the buffers of modules that have changed or replaced one to the host: batch norm does not count all."""
+def _copy_back(here: list[tuple[Place, Tensor]], there: list[Tensor], versions: list[int]) -> set[int]:
+    """Copy the buffers of modules that have changed or replaced one to the host: batch norm does not count all.
+
+    Returns:
+        The ``id`` of the dictionaries that these are in.
+    """
     known = zip(here, there, versions, strict=False)
     changed = {id(place.tensors) for (place, _), tensor, version in known if tensor._version != version}
     for (place, own), tensor in zip(here, there, strict=False):
         now = place.get()
         if place.kind == "_buffers" and (id(place.tensors) in changed or now is not tensor):
             own.copy_(now)
+            changed.add(id(place.tensors))
+    return changed
 
 
 def _staying(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

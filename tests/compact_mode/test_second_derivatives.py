@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import grass
 from grass import GrassAdamW
@@ -113,3 +114,26 @@ def test_experts_refuse() -> None:
     loss = model(*batch(0)).square().sum()
     with pytest.raises(RuntimeError, match="create_graph=True does not work here"):
         torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], create_graph=True)
+
+
+@pytest.mark.parametrize("around", ["checkpoint", "stream"])
+def test_forwards_that_run_again_in_backward(around: str) -> None:
+    """Checkpointed and streamed layers have the second derivatives of layers that keep their inputs."""
+
+    def gradients(again: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        units = [nn.Sequential(nn.Linear(16, 16, dtype=torch.float64), nn.Tanh()) for _ in range(6)]
+        model, x = nn.Sequential(*units), torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
+        grass.compact(model, rank=4, targets="all-linear")
+        if again and around == "stream":
+            grass.stream(model, device="cpu")
+        y = x
+        for unit in model:
+            y = checkpoint(unit, y, use_reentrant=False) if again and around == "checkpoint" else unit(y)
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = gradients(again=False)
+    assert len(expected) == 12
+    torch.testing.assert_close(gradients(again=True), expected, rtol=1e-12, atol=1e-12)  # float64

@@ -50,3 +50,30 @@ def test_buffers_that_do_not_change_stay() -> None:
     for _ in range(3):
         streamed(torch.ones(2, WIDTH)).sum().backward()
     assert handle.counts.loads == 4
+
+
+class Centered(nn.Module):
+    """Computes with a buffer that its forward has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.linear((x - self.mean.clone()).square()).tanh()
+
+
+def test_units_that_change_buffers_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Backward runs their forward again from the changed buffers. Batch norm does not compute with its own."""
+    resident, streamed, _ = pair(lambda: Chain([Centered() for _ in range(4)]))
+    assert train(streamed, 2, 1) != train(resident, 2, 1)
+    told = [message for message in caplog.messages if "forwards of Centered change buffers" in message]
+    assert len(told) == 1, "once for four units"
+    caplog.clear()
+    _, streamed, _ = pair(
+        lambda: Chain([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in "1234"])
+    )
+    train(streamed, 2, 1)
+    assert "change buffers" not in caplog.text

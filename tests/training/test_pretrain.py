@@ -165,6 +165,16 @@ def test_a_run_is_not_overwritten(tmp_path, capsys):
     with pytest.raises(SystemExit):
         pretrain(tmp_path)
     assert "already holds a run: continue it with --resume" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        pretrain(tmp_path, "--optimizer", "galore")
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_fewer_steps_than_the_checkpoint_has(tmp_path, capsys):
+    pretrain(tmp_path)
+    with pytest.raises(SystemExit):
+        pretrain(tmp_path, "--resume", "--steps", "3")
+    assert "Invalid --steps 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("optimizer", ["galore", "apollo"])
