@@ -353,7 +353,8 @@ def _convert(layer: Any, name: str, rank: int, explored: int, wanted: _Wanted, f
     layer.chosen.copy_(layer.draw_first())
     rows = layer.active_projector().gather(matrix).contiguous()
     layer.active = layer.as_parameter(rows.to(wanted.dtype or (torch.float32 if layer.weights else matrix.dtype)))
-    vars(layer.active).update(vars(layer.weight))  # flags by which loops choose parameters, as _no_weight_decay
+    if type(layer.weight) is nn.Parameter:  # flags by which loops choose parameters, as _no_weight_decay
+        vars(layer.active).update(vars(layer.weight))
     layer.storage.store(layer, matrix)
     layer.mark_synced()
     LAYERS.add(layer)

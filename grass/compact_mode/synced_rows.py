@@ -202,8 +202,7 @@ class SyncedRows:
 
     def prepare_step(self, layer: CompactLayer, *, probe: bool) -> None:
         """As :meth:`follow`, before a step. Warns of a change of active rows that compiled forwards have not seen."""
-        now, then = layer.stamps(), self.agreed
-        if not self.seen and then and now and now[0] != then[0] and now[1] == then[1] and layer.active.grad is not None:
+        if not self.seen and layer.active.grad is not None and self._only_active_changed(layer):
             self._tell(
                 "Grass: the active columns of %r were changed between two steps. Compiled forwards do not look: a "
                 "change before one, as by SAM, was without effect on it. Call the module that is not compiled there",
@@ -211,6 +210,11 @@ class SyncedRows:
             )
         self.follow(layer, probe=probe)
         self.seen = False
+
+    def _only_active_changed(self, layer: CompactLayer) -> bool:
+        """Whether versions show a change of the active rows since both agreed, and none of the weight."""
+        now, then = layer.stamps(), self.agreed
+        return now is not None and then is not None and now[0] != then[0] and now[1] == then[1]
 
     def mark(self, layer: CompactLayer) -> None:
         """Note that weight and active rows agree, or will when they are written back."""
