@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import logging
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,12 +26,8 @@ from grass.streaming.host_block import HostBlock, Place
 from grass.streaming.micro_batches import MicroBatches
 from grass.streaming.prefetch import BACKWARD, FORWARD, INFERENCE, Prefetcher
 
-logger = logging.getLogger("grass")
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""Modules whose forward changes buffers that it does not compute with."""
-TOLD: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
-"""The streams of which a warning has said that forwards change buffers."""
+Buffers = dict[int, Tensor]
+"""By their place in a unit, those that a forward has changed, as they were before: it runs again in backward."""
 
 
 class StreamedBlock(nn.Module):
@@ -164,8 +158,9 @@ class BlockForward:
 
     def _computation(self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[[Tensor], Any]:
         """The computation with these inputs. Activations among them may go to the host until it runs again."""
+        buffers: Buffers = {}
         if (activations := self._activations) is None:
-            return lambda anchor: self._compute(own, args, kwargs)
+            return lambda anchor: self._compute(own, args, kwargs, buffers)
         given: Any = args, kwargs
         values, tree = tree_flatten(given)
         kept = [activations.keep(v) if isinstance(v, Tensor) and v.requires_grad else v for v in values]
@@ -175,11 +170,13 @@ class BlockForward:
             inputs, given = given, None
             if inputs is None:
                 inputs = tree_unflatten([v.get() if isinstance(v, HostActivation) else v for v in kept], tree)
-            return self._compute(own, *inputs)
+            return self._compute(own, inputs[0], inputs[1], buffers)
 
         return compute
 
-    def _compute(self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _compute(
+        self, own: Callable[..., Any], args: Any, kwargs: dict[str, Any], buffers: Buffers | None = None
+    ) -> Any:
         """Run the unit's forward with its tensors on the device."""
         grad = torch.is_grad_enabled()
         kind = BACKWARD if _in_backward() else FORWARD if grad else INFERENCE
@@ -187,20 +184,24 @@ class BlockForward:
             self._gradients.begin_unit()
         tensors = self._prefetcher.use(self._number, kind, probe=grad)
         try:
-            with self._there(tensors, grad):
+            with self._there(tensors, grad, buffers):
                 return own(*args, **kwargs)
         except BaseException:
             self._unit.take_back()  # an interrupt may have come where they are taken back
             raise
 
     @contextmanager
-    def _there(self, tensors: list[Tensor], grad: bool) -> Iterator[None]:
-        """Put tensors on the device into the modules of the unit."""
+    def _there(self, tensors: list[Tensor], grad: bool, buffers: Buffers | None) -> Iterator[None]:
+        """Put tensors on the device into the modules of the unit; fill ``buffers``, or in backward use them."""
         unit, gradients = self._unit, self._gradients
         here = unit.lend()
         there = [*tensors, *(_shape_of(place.get(), self._prefetcher.device) for place in unit.active)]
         sketches = [(layer, layer.sketch, layer.signs) for layer in unit.layers if layer.sketch is not None]
-        versions = [tensor._version for tensor in tensors]
+        versions, again, before = [tensor._version for tensor in tensors], _in_backward(), Buffers()
+        if buffers is not None and again:
+            there = [buffers[i].clone() if i in buffers else tensor for i, tensor in enumerate(there)]
+        elif buffers is not None:
+            before = {i: tensor.clone() for i, tensor in enumerate(tensors) if here[i][0].kind == "_buffers"}
         try:
             for (place, own), visiting in zip(here, there, strict=True):
                 place.put(gradients.arrive(own, visiting) if grad and own.requires_grad else visiting)
@@ -209,40 +210,30 @@ class BlockForward:
                 layer.sketch = gradients.arrive(sketch, _shape_of(sketch, self._prefetcher.device)) if grad else None
                 layer.signs = None if signs is None else signs.to(self._prefetcher.device)
             yield
-            if not _in_backward() and (changed := _copy_back(here, tensors, versions)) and grad:
-                self._report_changed(changed)
+            changed = [] if again else _copy_back(here, tensors, versions)
+            if buffers is not None:
+                buffers |= {i: before[i] for i in changed}
         finally:
             unit.take_back()
             if versions != [tensor._version for tensor in tensors]:
                 self._prefetcher.drop(self._number)
 
-    def _report_changed(self, changed: set[int]) -> None:
-        """Warn once of a module, other than batch norm, that may compute with buffers that its forward has changed."""
-        changing = [m for m in self._unit.module.modules() if id(m._buffers) in changed]
-        kinds = {type(m).__name__.removeprefix("Streamed") for m in changing if not isinstance(m, BATCH_NORMS)}
-        if kinds and self._prefetcher not in TOLD:
-            TOLD.add(self._prefetcher)
-            logger.warning(
-                "Grass: forwards of %s change buffers. They run again in backward, from the changed buffers: if they "
-                "compute with those, gradients are not those of the resident model",
-                ", ".join(sorted(kinds)),
-            )
-
 
 @torch.no_grad()
-def _copy_back(here: list[tuple[Place, Tensor]], there: list[Tensor], versions: list[int]) -> set[int]:
+def _copy_back(here: list[tuple[Place, Tensor]], there: list[Tensor], versions: list[int]) -> list[int]:
     """Copy the buffers of modules that have changed or replaced one to the host: batch norm does not count all.
 
     Returns:
-        The ``id`` of the dictionaries that these are in.
+        Their places in the unit.
     """
     known = zip(here, there, versions, strict=False)
-    changed = {id(place.tensors) for (place, _), tensor, version in known if tensor._version != version}
-    for (place, own), tensor in zip(here, there, strict=False):
+    modules = {id(place.tensors) for (place, _), tensor, version in known if tensor._version != version}
+    changed = []
+    for i, ((place, own), tensor) in enumerate(zip(here, there, strict=False)):
         now = place.get()
-        if place.kind == "_buffers" and (id(place.tensors) in changed or now is not tensor):
+        if place.kind == "_buffers" and (id(place.tensors) in modules or now is not tensor):
             own.copy_(now)
-            changed.add(id(place.tensors))
+            changed.append(i)
     return changed
 
 
