@@ -238,7 +238,9 @@ class CompactLayer(ActiveRows):
 
     def prepare_step(self) -> None:
         """Take up what was changed from outside, and forget a gradient of the weight."""
-        self.synced.prepare_step(self, probe=looks_always(self))
+        self.synced.report_unseen(self)
+        self.follow(probe=looks_always(self))
+        self.synced.seen = False
         self.drop_gradient()
 
     def mark_synced(self) -> None:

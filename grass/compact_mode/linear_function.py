@@ -157,7 +157,7 @@ def scale_explored(rows: Tensor, ctx: Any) -> Tensor:
 def _depending_on(values: Tensor, ctx: Any, chosen: Tensor) -> Tensor:
     """The weight's values ``(m, n)`` as a function of the active rows, with the gradient that backward gives these.
 
-    Of the active rows only the gradient counts: a streamed unit has a tensor without their values in their place.
+    Of the active rows only the gradient counts: a tensor without their values may stand in their place.
     """
     active, dim = ctx.active, ctx.dim
     if ctx.gradient_scale != 1.0:

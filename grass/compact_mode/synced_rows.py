@@ -200,16 +200,14 @@ class SyncedRows:
             layer.mark_synced()
             layer.after_change(everything=False)
 
-    def prepare_step(self, layer: CompactLayer, *, probe: bool) -> None:
-        """As :meth:`follow`, before a step. Warns of a change of active rows that compiled forwards have not seen."""
+    def report_unseen(self, layer: CompactLayer) -> None:
+        """Before a step: warn of a change of active rows that compiled forwards since the last one have not seen."""
         if not self.seen and layer.active.grad is not None and self._only_active_changed(layer):
             self._tell(
                 "Grass: the active columns of %r were changed between two steps. Compiled forwards do not look: a "
                 "change before one, as by SAM, was without effect on it. Call the module that is not compiled there",
                 layer.label,
             )
-        self.follow(layer, probe=probe)
-        self.seen = False
 
     def _only_active_changed(self, layer: CompactLayer) -> bool:
         """Whether versions show a change of the active rows since both agreed, and none of the weight."""
