@@ -6,6 +6,7 @@ import torch
 import word_counts
 
 
+@pytest.mark.slow
 def test_all_methods_begin_alike(tmp_path):
     word_counts.main(["--steps", "1", "--csv", str(tmp_path / "losses.csv")])
     found = pd.read_csv(tmp_path / "losses.csv")
