@@ -80,14 +80,14 @@ def compact(
     ``layer.active`` trains: ``r`` selected rows with optimizer state and ``q`` explored rows without
     (:mod:`grass.selection.exploration`). Its shape is ``(r + q, n)`` for ``dim=0`` and ``(m, r + q)`` for ``dim=1``.
     The gradient of the full weight is never formed. ``model.state_dict()`` stays that of the plain model. The
-    attributes of the weight, as ``_no_weight_decay``, are those of ``layer.active``, too. The first
-    rows are drawn uniformly with ``seed``. One line reports the share of the parameters that is converted and the
-    weights that train at full rank: on the logger ``grass``, or on stderr if logging is not configured.
+    attributes of the weight, as ``_no_weight_decay``, are those of ``layer.active``, too. The first rows are drawn
+    uniformly with ``seed``. One line reports the share of the parameters that is converted and the weights that train
+    at full rank: on the logger ``grass``, or on stderr if logging is not configured.
 
     These layers stay as they are, with a log message: layers whose weight is shared with another module, frozen, or
     read by the enclosing module itself, layers with attributes of their own under names that converted layers use, and
-    layers that are no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by PEFT).
-    A layer that is converted already keeps its rows if rank, explore and dim are the same.
+    layers that are no plain ``nn.Linear`` or ``Conv1D`` (quantised, wrapped by PEFT). A layer that is
+    converted already keeps its rows if rank, explore and dim are the same.
 
     Args:
         model: any module.

@@ -27,7 +27,7 @@ from grass.streaming.micro_batches import MicroBatches
 from grass.streaming.prefetch import BACKWARD, FORWARD, INFERENCE, Prefetcher
 
 Buffers = dict[int, Tensor]
-"""By their place in a unit, those that a forward has changed, as they were before: it runs again in backward."""
+"""Buffers that a forward has changed, as they were before it, by their place in the unit. Backward needs them."""
 
 
 class StreamedBlock(nn.Module):

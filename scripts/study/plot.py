@@ -43,9 +43,8 @@ FRONTIER = {
     "Grass compact, r = 1/8 n, q = 1/32 n, bf16, 8-bit moments": "Grass, recipe",
 }
 """The methods that it shows, and their labels; AdamW has one rate."""
-
 TICKS = (20, 50, 100, 200, 400)
-"""Of its memory, in MB."""
+"""Megabytes that its axis names."""
 
 
 def main(argv: list[str] | None = None) -> None:

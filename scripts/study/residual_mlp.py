@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -93,21 +95,40 @@ def text_of_the_library() -> Tensor:
     return torch.frombuffer(bytearray("".join(file.text for file in standard_library()).encode()), dtype=torch.uint8)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    default = Path(__file__).parents[2] / "benchmarks" / "quality" / "residual_mlp.csv"
-    parser.add_argument("--csv", type=Path, default=default)
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    text, rows = text_of_the_library(), []
-    runs = [(0, lr) for lr in RATES] + [(seed, AT_BEST) for seed in OTHER_SEEDS]
-    for name, rank in METHODS.items():
-        for seed, lr in runs:
-            loss = train(text, rank, lr, seed, args.steps)
-            rows.append({"method": name, "lr": lr, "seed": seed, "loss": loss})
+def sweep(
+    methods: Mapping[str, Any], rates: Sequence[float], at_best: float, loss_of: Callable[[Any, float, int], float]
+) -> pd.DataFrame:
+    """Losses by method, rate and seed: the first seed runs with all rates, the others with the best.
+
+    Args:
+        methods: what ``loss_of`` is given first, by name.
+        rates: of the first seed.
+        at_best: of the others.
+        loss_of: of a method, a rate and a seed.
+    """
+    rows = []
+    for name, method in methods.items():
+        for seed, lr in [(0, lr) for lr in rates] + [(seed, at_best) for seed in OTHER_SEEDS]:
+            rows.append({"method": name, "lr": lr, "seed": seed, "loss": loss_of(method, lr, seed)})
             print(rows[-1], flush=True)
-    write(pd.DataFrame(rows), args.csv, steps=args.steps)
+    return pd.DataFrame(rows)
+
+
+def parse(argv: list[str] | None, text: str, steps: int, name: str) -> Namespace:
+    """The flags ``--steps`` and ``--csv``, which is a file of ``benchmarks/quality`` if not given; takes one thread."""
+    parser = ArgumentParser(text)
+    parser.add_argument("--steps", type=int, default=steps)
+    default = Path(__file__).parents[2] / "benchmarks" / "quality" / name
+    parser.add_argument("--csv", type=Path, default=default)
+    torch.set_num_threads(1)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv, __doc__, STEPS, "residual_mlp.csv")
+    text = text_of_the_library()
+    losses = sweep(METHODS, RATES, AT_BEST, lambda rank, lr, seed: train(text, rank, lr, seed, args.steps))
+    write(losses, args.csv, steps=args.steps)
 
 
 if __name__ == "__main__":

@@ -18,21 +18,19 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 sys.path.append(str(Path(__file__).parents[1]))
 from provenance import write
-from residual_mlp import optimizer_of
+from residual_mlp import optimizer_of, parse, sweep
 
-from grass.command_line import ArgumentParser
 from training.data.corpus import standard_library
 
 LINES, WORDS, CLASSES, HELD_OUT = 40, 1024, 12, 8
 STEPS, BATCH = 300, 128
-RATES, OTHER_SEEDS, AT_BEST = (5e-4, 1e-3, 2e-3, 4e-3), (1, 2), 1e-3
+RATES, AT_BEST = (5e-4, 1e-3, 2e-3, 4e-3), 1e-3
 FIRST = "0"
 """Name of the layer that reads counts."""
 METHODS: dict[str, tuple[float | None, tuple[str, ...]]] = {
@@ -104,20 +102,10 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    default = Path(__file__).parents[2] / "benchmarks" / "quality" / "word_counts.csv"
-    parser.add_argument("--csv", type=Path, default=default)
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    texts, rows = texts_of_the_library(), []
-    runs = [(0, lr) for lr in RATES] + [(seed, AT_BEST) for seed in OTHER_SEEDS]
-    for name, (rank, exclude) in METHODS.items():
-        for seed, lr in runs:
-            loss = train(texts, rank, exclude, lr, seed, args.steps)
-            rows.append({"method": name, "lr": lr, "seed": seed, "loss": loss})
-            print(rows[-1], flush=True)
-    write(pd.DataFrame(rows), args.csv, steps=args.steps, zeros=round(texts.zeros, 3))
+    args = parse(argv, __doc__, STEPS, "word_counts.csv")
+    texts = texts_of_the_library()
+    losses = sweep(METHODS, RATES, AT_BEST, lambda method, lr, seed: train(texts, *method, lr, seed, args.steps))
+    write(losses, args.csv, steps=args.steps, zeros=round(texts.zeros, 3))
 
 
 if __name__ == "__main__":
