@@ -380,6 +380,7 @@ CONVERSION_ATTRIBUTES = (
     "reach",
     "gradient_scale",
     "owner",
+    "drawn_by",
     "storage",
     "synced",
     "listeners",

@@ -79,6 +79,19 @@ def test_memory_layout(dim: int, weights: str | None) -> None:
     assert all(p.is_contiguous() for p in model.parameters())
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("explore", [0, 4])
+def test_training_leaves_nothing_that_hinders_the_next_conversion(weights: str | None, explore: int) -> None:
+    model, plain = Network(), Network()
+    for selection in ("uniform", "top_r"):
+        grass.compact(model, rank=3, explore=explore, weights=weights)
+        train(model, grass.GrassAdamW(model, update_interval=2, selection=selection), batches(3))
+        grass.expand(model)
+        for ours, theirs in zip(model.modules(), plain.modules(), strict=True):
+            assert vars(ours).keys() == vars(theirs).keys()
+    assert grass.compact(model, rank=4, explore=explore) == NAMES
+
+
 def test_converting_again() -> None:
     model = Network()
     grass.compact(model, rank=3, explore=0, targets=["up"])
