@@ -50,7 +50,7 @@ def work(kind: Kind, place: Place, rivals: list[Place], stop: StopRule | None, d
 
     An error of the trial is an ending. An error of the journal, as on a full disk, ends the process.
     """
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=die_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep ends its trials itself
     _print_to(place)
     place.path("files").mkdir(exist_ok=True)
@@ -137,7 +137,7 @@ def _numbers(pair: Any) -> tuple[int, float]:
         raise Misuse(f"it yielded {pair!r}: a trial yields pairs of step and loss") from None
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """End this process when the sweep's process ends, however it does."""
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -2,14 +2,16 @@ import dataclasses
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import run as study
 from grid import load_grid
 from pretraining import pretrain
-from results import CURVE, KEY, Results
+from results import CURVE, Results
 
+from grass.sweep.lock import Lock
 from tests.conftest import SCRIPTS
 from training.run.loop import Trainer
 
@@ -20,7 +22,7 @@ def options(tmp_path):
 
 
 def command(tmp_path):
-    names = {**options(tmp_path), "out": str(tmp_path / "sweep")}
+    names = {**options(tmp_path), "out": str(tmp_path / "out")}
     return [part for name, path in names.items() for part in (f"--{name}", path)]
 
 
@@ -88,31 +90,71 @@ def test_cells_that_have_no_row_are_left(tmp_path, grid_file):
     assert study.cells_without_row(grid_file, results, ["again", "final"]) == [named[0], named[2]]
 
 
-def started(tmp_path, cell):
-    key = dict(zip(KEY, cell.key, strict=True))
-    return study.train(folder=tmp_path, device="cpu", threads=1, **options(tmp_path), **key)
+def study_of(tmp_path):
+    paths = {name: Path(path) for name, path in options(tmp_path).items()}
+    (tmp_path / "out").mkdir(exist_ok=True)
+    return study.Study(**paths, out=tmp_path / "out", names=None)
 
 
-def test_a_trial_appends_the_row_of_its_cell(tmp_path, grid_file, monkeypatch):
+def test_a_cell_appends_its_row(tmp_path, grid_file, monkeypatch, capsys):
     values = {name: f"{1 / (1 + i):.4f}" for i, name in enumerate(CURVE)}
     asked = []
-    monkeypatch.setattr(study, "run_cell", lambda cell, grid, *where: asked.append((cell, *where)) or values)
-    cell = load_grid(grid_file).cells[3]
-    yielded = list(started(tmp_path, cell))
-    assert yielded == [(i + 1, float(value)) for i, value in enumerate(values.values())]
-    assert asked == [(cell, tmp_path / "base", tmp_path, "cpu")]
+
+    def run_cell(cell, grid, *where):
+        print("said by the cell")
+        return asked.append((cell, *where)) or values
+
+    monkeypatch.setattr(study, "run_cell", run_cell)
+    cell, here = load_grid(grid_file).cells[3], study_of(tmp_path)
+    assert study.train(cell, here)
+    assert asked == [(cell, tmp_path / "base", here.path(cell), "cpu")]
     assert Results(tmp_path / "cells.csv").losses().keys() == {cell.key}
+    assert here.path(cell, ".log").read_text() == "said by the cell\n"
+    assert capsys.readouterr().out.startswith("0.1000  pretrain, ")
 
 
 def test_a_stopped_cell_leaves_no_row(tmp_path, grid_file, monkeypatch):
     monkeypatch.setattr(study, "run_cell", lambda *_: None)
+    cell, here = load_grid(grid_file).cells[0], study_of(tmp_path)
     with pytest.raises(SystemExit):
-        list(started(tmp_path, load_grid(grid_file).cells[0]))
+        study.train(cell, here)
     assert not (tmp_path / "cells.csv").exists()
+    assert cell in here.left()
+
+
+def test_a_cell_that_fails_is_told_and_left(tmp_path, grid_file, monkeypatch):
+    monkeypatch.setattr(study, "run_cell", lambda *_: 1 // 0)
+    cell, here = load_grid(grid_file).cells[0], study_of(tmp_path)
+    assert not study.train(cell, here)
+    assert "ZeroDivisionError" in here.path(cell, ".error").read_text()
+    assert "Traceback" in here.path(cell, ".log").read_text()
+    assert here.left() == load_grid(grid_file).cells[1:]
+
+
+def test_processes_share_the_cells_and_read_the_grid_again(tmp_path, grid_file, monkeypatch):
+    trained = []
+
+    def run_cell(cell, *_):
+        if not trained:  # while the first cell trains: another process has the second, and someone adds a study
+            locks.append(Lock.take(here.path(cells[1], ".lock")))
+            monkeypatch.setattr(study.time, "sleep", lambda _: Results(here.results).append(cells[1], {}))
+            grid_file.write_text(grid_file.read_text() + ADDED)
+        trained.append(cell)
+        return dict.fromkeys(CURVE, "1.0")
+
+    monkeypatch.setattr(study, "run_cell", run_cell)
+    monkeypatch.setattr(study, "die_with_parent", lambda: None)
+    here, cells, locks = study_of(tmp_path), load_grid(grid_file).cells, []
+    with pytest.raises(SystemExit) as ended:
+        study.work(here)
+    assert ended.value.code == 0
+    assert trained[:-1] == [cells[0], *cells[2:]]
+    assert trained[-1].steps == 20
+    assert here.left() == []
 
 
 @pytest.mark.soak
-def test_killed_and_continued(tmp_path, grid_file, base, capsys):
+def test_killed_and_continued(tmp_path, grid_file, base):
     (tmp_path / "base").symlink_to(base)
     whole = [sys.executable, str(SCRIPTS / "study" / "run.py"), *command(tmp_path), "--workers", "2"]
     with subprocess.Popen(whole) as process:
@@ -127,11 +169,6 @@ def test_killed_and_continued(tmp_path, grid_file, base, capsys):
     assert finished["accuracy"].notna().tolist() == finished["task"].ne("pretrain").tolist()
     pd.testing.assert_frame_equal(finished.iloc[: len(killed)], killed)
 
-    lines = (tmp_path / "cells.csv").read_text().splitlines(keepends=True)
-    (tmp_path / "cells.csv").write_text("".join(lines[:-1]))
-    assert study.main(command(tmp_path)) == 1
-    assert f"it has lost its row: remove {tmp_path / 'sweep'}" in capsys.readouterr().err
-
 
 @pytest.mark.soak
 def test_a_cell_that_fails_is_told_and_tried_again(tmp_path, grid_file, capsys):
@@ -142,6 +179,7 @@ def test_a_cell_that_fails_is_told_and_tried_again(tmp_path, grid_file, capsys):
     assert study.main(command(tmp_path)) == 1
 
 
+ADDED = "  - {name: later, methods: [adamw], horizon: long, seeds: [0]}\n"
 ONLY = "  - {name: finetuning, task: classify, methods: [adamw], horizon: short, seeds: [0]}\n"
 
 
