@@ -25,8 +25,8 @@ OF_THE_LAW = {"lr", "scale", "rank", "explore", "compact", "autocast"}
 
 LONG_RUNS = {
     "0.87 million parameters, hidden size 128": ("cells.csv", "1m", "float32"),
-    "8.8 million, 320, on an H100": ("gpu/cells.csv", "9m-wide", "bf16 autocast"),
-    "29 million, 768, on an H100": ("gpu/cells.csv", "28m-wide", "bf16 autocast"),
+    "8.8 million, 320, on a GPU": ("gpu/cells.csv", "9m-wide", "bf16 autocast"),
+    "29 million, 768, on a GPU": ("gpu/cells.csv", "28m-wide", "bf16 autocast"),
 }
 """Where the runs of 2,150 steps are: file, model and precision."""
 HEAD_OF_METHODS = [
@@ -146,8 +146,9 @@ def law_fit() -> str:
         left = [abs(float(row["residual"])) for row in of.values() if row["residual"]]
         fitted = [f"{float(of[1.0]['exponent']):.2f}", f"{2 ** max(left):.2f}"] if len(left) > 1 else ["", ""]
         times = [_times(of[share]) if share in of else "" for share in shares]
-        lines.append([str(hidden), f"{steps:,}", _plain(float(of[1.0]["best"])), *times, *fitted])
-    return table(["hidden size", "steps", "AdamW's", *map(_name, shares), "exponent", "off by at most a factor"], lines)
+        lines.append([str(hidden), f"{steps:,}", _others(of), _plain(float(of[1.0]["best"])), *times, *fitted])
+    shared = ["hidden size", "steps", "other parameters", "AdamW's"]
+    return table([*shared, *map(_name, shares), "exponent", "off by at most a factor"], lines)
 
 
 def law_losses() -> str:
@@ -155,12 +156,12 @@ def law_losses() -> str:
     shares, lines = _shares(), []
     for (hidden, steps), of in _by_width_and_horizon().items():
         adamw = _losses_by_seed(of[1.0])
-        line = [str(hidden), f"{steps:,}", _mean_and_each(list(adamw.values()), "")]
+        line = [str(hidden), f"{steps:,}", _others(of), _mean_and_each(list(adamw.values()), "")]
         for share in shares:
             ours = _losses_by_seed(of[share]) if share in of else {}
             line.append(_mean_and_each([ours[seed] - adamw[seed] for seed in ours if seed in adamw], "+"))
         lines.append(line)
-    return table(["hidden size", "steps", "AdamW's", *map(_name, shares)], lines)
+    return table(["hidden size", "steps", "other parameters", "AdamW's", *map(_name, shares)], lines)
 
 
 def _by_width_and_horizon() -> dict[tuple[int, int], dict[float, Row]]:
@@ -174,6 +175,11 @@ def _by_width_and_horizon() -> dict[tuple[int, int], dict[float, Row]]:
 
 def _shares() -> list[float]:
     return sorted({share for of in _by_width_and_horizon().values() for share in of} - {1.0}, reverse=True)
+
+
+def _others(of: dict[float, Row]) -> str:
+    """The learning rates of embeddings, head and norms at which the best rates were found."""
+    return ", ".join(sorted({row["other"] for row in of.values()}))
 
 
 def _name(share: float) -> str:

@@ -49,15 +49,25 @@ ALIASES = {
     "@320-two-rates": f"{LONG_320} & settings=lr=0.012 rank=1.0 update_interval=1000000 scale=0.0625 selection=top_r "
     "dim=auto state_policy=reset explore=0",
     "@320-4": f"{LONG_320} & settings=lr=0.012 scale=0.0625 explore=0.25 compact=True",
-    "@320-8": f"{LONG_320} & settings=lr=0.012 rank=0.125 scale=0.25 explore=0.125 compact=True",
+    "@320-8": f"{LONG_320} & settings=lr=0.012 rank=0.125 scale=0.5 explore=0.125 compact=True",
     "@320-16": f"{LONG_320} & settings=lr=0.012 rank=0.0625 scale=0.5 explore=0.0625 compact=True",
     "@768-two-rates": f"{LONG_768} & settings=lr=0.003 rank=1.0 update_interval=1000000 scale=0.125 selection=top_r "
     "dim=auto state_policy=reset explore=0",
     "@768-one-adamw": f"{LONG_768} & optimizer=adamw & settings=lr=0.00025",
     "@768-4": f"{LONG_768} & optimizer=grass & settings=lr=0.003 scale=0.25 explore=0.25 compact=True",
     "@768-8": f"{LONG_768} & optimizer=grass & settings=lr=0.003 rank=0.125 scale=0.5 explore=0.125 compact=True",
+    "@768-16": f"{LONG_768} & optimizer=grass & settings=lr=0.003 rank=0.0625 scale=1.0 explore=0.0625 compact=True",
+    "@768-turns-4": f"{LONG_768} & settings=lr=0.003 scale=0.25 selection=balanced explore=0.25 compact=True",
     "@768-turns-8": f"{LONG_768} & settings=lr=0.003 rank=0.125 scale=0.5 selection=balanced explore=0.125 "
     "compact=True",
+    "@768-turns-16": f"{LONG_768} & settings=lr=0.003 rank=0.0625 scale=1.0 selection=balanced explore=0.0625 "
+    "compact=True",
+    "@768-muon-whole": f"{LONG_768} & optimizer=muon & settings=lr=0.003 scale=0.5",
+    "@768-muon-4": f"{LONG_768} & optimizer=muon & settings=lr=0.003 scale=0.5 explore=0.25 compact=True",
+    "@768-muon-8": f"{LONG_768} & optimizer=muon & settings=lr=0.003 rank=0.125 scale=1.0 explore=0.125 compact=True",
+    "@768-bytes-adamw": f"{LONG_768} & optimizer=adamw8bit & settings=lr=0.00025",
+    "@768-galore": f"{LONG_768} & optimizer=galore & settings=lr=0.003 scale=0.25",
+    "@768-apollo": f"{LONG_768} & optimizer=apollo & settings=lr=0.003 scale=0.5",
     "@768-one-4": f"{LONG_768} & optimizer=grass & settings=lr=0.0005 explore=0.25 compact=True",
     "@768-one-8": f"{LONG_768} & optimizer=grass & settings=lr=0.0005 rank=0.125 explore=0.125 compact=True",
     "@galore": f"{PRETRAIN} & optimizer=galore & settings=lr=0.012 update_interval=50",

@@ -5,9 +5,11 @@
 The best rate is where the parabola through the lowest loss and its two neighbours is lowest, against the logarithm of
 the rate. It is *inside* if the lowest loss is neither that of the smallest rate tried nor that of the largest. Where
 rates were tried in float32, under bf16 autocast and on a GPU, the one counts in which the best is inside, then that
-with more seeds at the best, then that with more rates. Of a width and a horizon at which AdamW's best rate is inside,
-``times = (n / (r + q)) ** exponent`` is fitted by least squares to the logarithms of all that are inside; ``residual``
-is what is left, in powers of two. ``losses`` are those of ``seeds`` at the rate that ended lowest with the first.
+with more seeds at the best, then that with more rates. Where other parameters had several rates, the one counts in
+which the best is inside, then that with more seeds, then that which ended lowest. Of a width and a horizon at which
+AdamW's best rate is inside, ``times = (n / (r + q)) ** exponent`` is fitted by least squares to the logarithms of all
+that are inside; ``residual`` is what is left, in powers of two. ``losses`` are those of ``seeds`` at the rate that
+ended lowest with the first.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from run import DIRECTORY
 from tables import read_cells
 
 sys.path.append(str(Path(__file__).parents[1]))
-from page_tables.exploring import RATE, WIDTHS, is_of_the_law
+from page_tables.exploring import OTHER_RATES, WIDTHS, is_of_the_law, linear_rate
 from page_tables.source import settings_of
 
 from grass.command_line import ArgumentParser
@@ -58,17 +60,26 @@ def best_rates(cells: pd.DataFrame) -> pd.DataFrame:
     """The best rate by width, horizon and the share of the columns that move; AdamW with two rates moves all."""
     rows = []
     for key, group in pd.DataFrame(_swept(cells)).groupby([*WIDTH_AND_HORIZON, "moving"]):
-        tables = [of.pivot_table("loss", "rate", "seed") for _, of in group.groupby("precision")]
-        found = [_best_of(table) for table in tables if SEED in table and table[SEED].count() >= LEAST]
-        if found:
+        if found := list(_at_best_other(group)):
             best = max(found, key=lambda each: (each.inside, len(each.seeds.split()), len(each.tried.split())))
             rows.append((*key, *best))
     return pd.DataFrame(rows, columns=[*WIDTH_AND_HORIZON, "moving", *_Best._fields])
 
 
+def _at_best_other(group: pd.DataFrame) -> Iterator[_Best]:
+    """What is best in each precision, at the best rate of other parameters."""
+    for _, of in group.groupby("precision"):
+        tables = {other: cells.pivot_table("loss", "rate", "seed") for other, cells in of.groupby("other")}
+        swept = {other: table for other, table in tables.items() if SEED in table and table[SEED].count() >= LEAST}
+        found = [_best_of(float(other), table) for other, table in swept.items()]
+        if found:
+            yield max(found, key=lambda each: (each.inside, len(each.seeds.split()), -float(each.losses.split()[0])))
+
+
 class _Best(NamedTuple):
     """Columns of ``law.csv``."""
 
+    other: float
     tried: str
     best: float
     inside: bool
@@ -76,12 +87,12 @@ class _Best(NamedTuple):
     losses: str
 
 
-def _best_of(table: pd.DataFrame) -> _Best:
+def _best_of(other: float, table: pd.DataFrame) -> _Best:
     """What is best in a table of losses by rate and seed."""
     curve = table[SEED].dropna()
     at_best = table.loc[curve.idxmin()].dropna()
     tried, seeds = (" ".join(f"{value:.2g}" for value in values) for values in (curve.index, at_best.index))
-    return _Best(tried, *lowest(curve), seeds, " ".join(f"{loss:.4f}" for loss in at_best))
+    return _Best(other, tried, *lowest(curve), seeds, " ".join(f"{loss:.4f}" for loss in at_best))
 
 
 def _swept(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
@@ -90,7 +101,7 @@ def _swept(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
     for row in cells[fits & cells["model"].isin(WIDTHS)].to_dict("records"):
         values = settings_of(row)
         whole, compact = values.get("rank") == "1.0", "compact" in values
-        if values["lr"] == str(RATE) and is_of_the_law(values) and (whole or compact):
+        if values["lr"] in OTHER_RATES and is_of_the_law(values) and (whole or compact):
             rank = float(values.get("rank", 0.25))
             yield {
                 "hidden": int(WIDTHS[row["model"]]),
@@ -98,7 +109,8 @@ def _swept(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 "seed": int(row["seed"]),
                 "precision": ("bf16" if "autocast" not in values else "float32") + row.get("device", ""),
                 "moving": 1.0 if whole else rank + float(values.get("explore", rank)),
-                "rate": RATE * float(values.get("scale", 1)),
+                "other": float(values["lr"]),
+                "rate": linear_rate(values),
                 "loss": row[CURVE[-1]],
             }
 

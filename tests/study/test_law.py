@@ -11,7 +11,7 @@ ADAMW = "rank=1.0 update_interval=1000000 selection=top_r dim=auto state_policy=
 
 def cell(model, settings, loss, **other):
     row = {"task": "pretrain", "model": model, "steps": "270", "seed": "0", "optimizer": "grass"}
-    return row | {"settings": f"lr=0.012 {settings}", CURVE[-1]: loss} | other
+    return row | {"settings": f"lr={other.pop('lr', 0.012)} {settings}", CURVE[-1]: loss} | other
 
 
 def test_the_lowest_of_a_parabola_is_found_between_the_rates():
@@ -64,12 +64,26 @@ def test_only_cells_of_the_law_count():
         cell("1m", "scale=0.25 rank=0.125 explore=0.125", 0.0),  # dense mode
         cell("1m", "scale=0.25", 0.0, optimizer="galore"),
         cell("1m", f"scale=0.25 {half}", 0.0, task="facts"),
+        cell("1m", f"scale=0.25 {half}", 0.0, lr=0.006),  # another rate of other parameters
     ]
     best = law.best_rates(pd.DataFrame(cells)).set_index("moving")
     assert best["tried"].to_dict() == {1.0: "0.0015 0.003 0.006", 0.25: "0.003 0.006 0.012"}
     assert best["inside"].to_dict() == {1.0: True, 0.25: False}
     assert best["seeds"].to_dict() == {1.0: "0", 0.25: "0 1"}
     assert best["losses"].to_dict() == {1.0: "2.0000", 0.25: "1.5000 0.0000"}
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"), [((2.5, 1.5, 2.5), 0.003), ((2.5, 2.2, 2.5), 0.012), ((1.0, 2.0, 3.0), 0.012)]
+)
+def test_the_better_rate_of_other_parameters_counts(losses, best):
+    """That in which the best rate of linear layers is inside, and of two such that with the lower loss."""
+    former = [cell("1m", f"scale={scale} {ADAMW}", loss) for scale, loss in ((0.5, 3.0), (0.25, 2.0), (0.125, 3.0))]
+    other = [
+        cell("1m", f"scale={scale} {ADAMW}", loss, lr=0.003) for scale, loss in zip((2, 1, 0.5), losses, strict=True)
+    ]
+    (row,) = law.best_rates(pd.DataFrame(former + other)).to_dict("records")
+    assert row["other"] == best
 
 
 def test_the_committed_law_is_that_of_the_committed_cells(tmp_path):
