@@ -17,7 +17,7 @@ what                       does                                         with
                                                                         its state is saved
 ``Attachment``             trains layers by any ``torch.optim``         ``Trained``: a layer in the cycle of refreshes;
                            optimizer                                    ``Owner``: who trains it; ``Reads`` of its
-                                                                        weight by others
+                                                                        weight by others; ``StepRates``: its ``scale``
 =========================  ===========================================  =============================================
 
 The folder is not called ``compact`` because ``grass.compact`` is a function.

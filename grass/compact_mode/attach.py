@@ -14,8 +14,9 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import Trained, adopt, advance, arm, check_rows, resume, take_over
 from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_seeds
+from grass.compact_mode.step_rates import StepRates, is_decoupled
 from grass.coverage import report_decay
-from grass.options import SPEED_KEYS, Options, as_number, settings_of, validate
+from grass.options import SPEED_KEYS, Options, as_number, check_value, settings_of, validate
 from grass.parallel.agreement import Agreement
 from grass.parallel.ranks import Ranks, checksum
 from grass.parallel.shards import local
@@ -36,6 +37,7 @@ def attach(
     optimizer: Optimizer,
     model: nn.Module,
     *,
+    scale: float | str = 1.0,
     update_interval: int = 200,
     selection: str = "uniform",
     state_policy: str = "keep",
@@ -68,6 +70,10 @@ def attach(
     Args:
         optimizer: any optimizer that holds active rows of ``model``, all or some.
         model: a model that :func:`grass.compact` converted.
+        scale: multiplies the learning rate of active rows in each step. ``"auto"`` is ``n / (r + q)``, as in
+            :class:`grass.GrassAdamW`, and suits rules that move values by about the learning rate, as AdamW's and
+            Muon's. A group must not hold parameters that need different rates. Decoupled weight decay keeps its
+            strength; groups show the rate that you gave them.
         update_interval: steps from one selection to the next.
         selection: one of :func:`grass.available_rules`, without replacement.
         state_policy: ``"reset"`` or ``"keep"``.
@@ -82,7 +88,8 @@ def attach(
     Raises:
         TypeError: accelerate has wrapped the optimizer.
         ValueError: a value is out of range, or the optimizer holds no active rows of the model, holds some of another
-            model too, writes them back already, is ``Rprop``, or is ``Muon`` and holds those of experts.
+            model too, writes them back already, is ``Rprop``, or is ``Muon`` and holds those of experts; or ``scale``
+            is not 1 for all parameters of a group.
     """
     if not isinstance(optimizer, Optimizer) or not isinstance(model, nn.Module):
         given = type(optimizer).__name__, type(model).__name__  # type: ignore[unreachable]
@@ -99,9 +106,10 @@ def attach(
         "sketch_size": sketch_size,
     }
     validate(group)
+    check_value("scale", scale)
     if state_policy not in ("reset", "keep"):
         raise ValueError(f"Invalid {state_policy=}: must be 'reset' or 'keep' under another optimizer than GrassAdamW")
-    return Attachment(optimizer, model, Options.of(group))
+    return Attachment(optimizer, model, Options.of(group), scale)
 
 
 class Attachment:
@@ -113,7 +121,7 @@ class Attachment:
 
     process_group: ProcessGroup | None = None
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module, options: Options) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module, options: Options, scale: float | str = 1.0) -> None:
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}
         if getattr(optimizer, "writes_back_active_rows", False):
             raise ValueError(f"{type(optimizer).__name__} writes active rows back already")
@@ -130,6 +138,7 @@ class Attachment:
         _check_layers(optimizer, list(self.layers.values()))
         if by := next((layer.divided_by for layer in self.layers.values() if layer.divided_by), None):
             raise ValueError(f"attach() does not take layers that {by} divides: train them with GrassAdamW")
+        self._rates = StepRates(optimizer, self.layers.values(), scale)
         report_decay(optimizer.param_groups, {id(layer.active) for layer in self.layers.values()})
         self._report_coupled_decay(optimizer)
         self.states: dict[str, State] = {}
@@ -153,6 +162,7 @@ class Attachment:
         """Let the optimizer train without Grass again: undo :func:`attach`."""
         for hook in self._hooks:
             hook.remove()
+        self._rates.end()
         for layer in self.layers.values():
             if layer.owner is not None and layer.owner.optimizer is self.optimizer:
                 layer.owner = None
@@ -199,6 +209,7 @@ class Attachment:
                 self._before[position] = layer.rows().clone()
             if isinstance(optimizer, torch.optim.Adafactor):
                 _begin_variances(optimizer.state.get(layer.active, {}), layer)
+        self._rates.begin()
 
     def _check_added(self, optimizer: Optimizer) -> None:
         """Refuse active rows that the optimizer has got since, which would be neither written back nor refreshed."""
@@ -214,6 +225,7 @@ class Attachment:
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ranks, every = Ranks.of(self.process_group), self._trained()
+        self._rates.end()
         if _skipped(optimizer):
             self._before.clear()
             for layer in self.layers.values():
@@ -232,7 +244,7 @@ class Attachment:
     def _report_coupled_decay(self, optimizer: Optimizer) -> None:
         """Warn of weight decay that is part of the gradient: explored rows move without it."""
         groups = [self._group_of(layer) for layer in self.layers.values() if layer.reach]
-        if any(group.get("weight_decay") and not self._is_decoupled(group) for group in groups):
+        if any(group.get("weight_decay") and not is_decoupled(self.optimizer, group) for group in groups):
             logger.warning(
                 "Grass: weight_decay of %s is part of the gradient and does not reach explored columns: choose an "
                 "optimizer with decoupled decay, as AdamW, or convert with explore=0",
@@ -290,11 +302,7 @@ class Attachment:
     def _decay_of(self, layer: CompactLayer) -> float:
         """What the optimizer's decoupled weight decay takes off a weight in each step, as a fraction."""
         group = self._group_of(layer)
-        return float(group["lr"]) * float(group["weight_decay"]) if self._is_decoupled(group) else 0.0
-
-    def _is_decoupled(self, group: dict[str, Any]) -> bool:
-        known = isinstance(self.optimizer, (torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor))
-        return known or bool(group.get("decoupled_weight_decay"))
+        return float(group["lr"]) * float(group["weight_decay"]) if is_decoupled(self.optimizer, group) else 0.0
 
     def _explore(self, layer: CompactLayer, before: Tensor) -> None:
         """Replace the optimizer's move of explored rows by ours, and zero its state for them."""

@@ -242,6 +242,7 @@ def test_detach() -> None:
     [
         ({"state_policy": "bank"}, "state_policy='bank'.*'reset' or 'keep'"),
         ({"update_interval": 0}, "update_interval=0"),
+        ({"scale": 0.0}, "scale=0.0"),
         ({"selection": "nonsense"}, "nonsense"),
         ({"refresh": "guess"}, "refresh='guess'"),
         ({"sketch_size": 0}, "sketch_size=0"),
@@ -397,6 +398,74 @@ def test_decoupled_decay_of_explored_rows(make: Make, strength: float) -> None:
     optimizer.step()
     expected = before[:, explored] * (1 - strength * 9 / 4)
     torch.testing.assert_close(layer.weight[:, explored], expected)
+
+
+SCALED: dict[str, Callable[[list[Tensor], float, float], torch.optim.Optimizer]] = {
+    "AdamW": lambda p, lr, decay: torch.optim.AdamW(p, lr=lr, weight_decay=decay),
+    "tensor": lambda p, lr, decay: torch.optim.AdamW(p, lr=torch.tensor(lr, dtype=torch.float64), weight_decay=decay),
+    "decoupled": lambda p, lr, decay: torch.optim.NAdam(p, lr=lr, weight_decay=decay, decoupled_weight_decay=True),
+    "SGD": lambda p, lr, decay: torch.optim.SGD(p, lr=lr, momentum=0.9),
+    "Muon": lambda p, lr, decay: torch.optim.Muon(p, lr=lr, weight_decay=decay),
+}
+
+
+@pytest.mark.parametrize("scale", ["auto", 2.0])
+@pytest.mark.parametrize("make", SCALED.values(), ids=SCALED)
+@pytest.mark.parametrize("explore", [0.25, 0])
+def test_scale_is_a_larger_rate_with_the_same_decay(explore: float, make: Callable, scale: float | str) -> None:
+    """Under a schedule, which sees the rate that was given."""
+    times = 1.0 if scale == "auto" and not explore else 2.0  # n / (r + q)
+    weights = []
+    for lr, decay, options in ((0.04, 0.1, {"scale": scale}), (0.04 * times, 0.1 / times, {})):
+        model = nn.Sequential(nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 8)).double()
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.3)
+        grass.compact(model, rank=0.25, explore=explore, targets="all-linear")
+        optimizer = make([layer.active for layer in compact_layers(model).values()], lr, decay)
+        grass.attach(optimizer, model, update_interval=2, **options)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for number in range(5):
+            model(torch.randn(4, 16, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(lr * 0.9 ** (number + 1))
+            assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(decay if make is not SCALED["SGD"] else 0)
+        weights.append([layer.matrix().clone() for layer in compact_layers(model).values()])
+    for ours, expected in zip(*weights, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)  # float64: one rounding of the rate
+
+
+def test_scale_says_what_it_is_and_which_groups_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 8))
+    grass.compact(model, rank=4, explore=4, targets="all-linear")
+    both = [model[0].active, model[1].active]
+    for held, scale in ((both, "auto"), ([*both, model[0].bias], 2.0)):
+        with pytest.raises(ValueError, match=r"scale=.*multiplied by .* make a group of each"):
+            grass.attach(torch.optim.SGD(held, lr=0.1), model, scale=scale)
+    apart = torch.optim.SGD([{"params": [each]} for each in (*both, model[0].bias)], lr=0.1)
+    with caplog.at_level("INFO", logger="grass"):
+        grass.attach(apart, model, scale="auto")
+    assert "projected weights: lr x 1.5 to 2 (scale='auto')" in caplog.text
+
+
+def test_a_step_that_raises_leaves_the_rate() -> None:
+    model, optimizer, attachment = attached(lambda p: torch.optim.SGD([t for t in p if t.ndim == 2], lr=0.1), scale=3.0)
+    train(model, optimizer, batches(1))
+
+    def broken() -> Tensor:
+        raise KeyError("data")
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            optimizer.step(broken)
+    train(model, optimizer, batches(1))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(KeyError):
+        optimizer.step(broken)
+    attachment.close()
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_handles_are_closed_by_one_word() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import grass
 from grass import GrassAdamW, Offload
+from grass.compact_mode.layer import CompactLayer
 from tests.fuzz.models import Network
 
 ATTACHED_OPTIONS = ("update_interval", "selection", "state_policy", "refresh")
@@ -31,6 +32,14 @@ class Attached(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict["optimizer"])
         self.attachment.load_state_dict(state_dict["attachment"])
+
+
+def _trained(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Active rows and other parameters that train. A weight whose rows have had no gradient yet may require one."""
+    layers = [layer for layer in model.modules() if isinstance(layer, CompactLayer)]
+    active, frozen = {id(layer.active) for layer in layers}, {id(layer.weight) for layer in layers}
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in frozen]
+    return [p for p in trained if id(p) in active], [p for p in trained if id(p) not in active]
 
 
 @dataclass(frozen=True)
@@ -65,8 +74,9 @@ class Setting:
         common: dict[str, Any] = {"lr": 3e-2, "offload": offload, "fused": self.fused}
         if self.mode == "attached":
             options: dict[str, Any] = {name: value for name, value in self.options if name in ATTACHED_OPTIONS}
-            attached = Attached([p for p in model.parameters() if p.requires_grad], lr=3e-2)
-            return attached.attach(model, seed=seed, **options)
+            columns, others = _trained(model)
+            attached = Attached([{"params": columns}, {"params": others}], lr=1e-2)
+            return attached.attach(model, scale=3.0, seed=seed, **options)
         if self.mode == "full":
             return GrassAdamW([p for p in model.parameters() if p.requires_grad], **common)
         if self.mode == "dense":

@@ -131,10 +131,10 @@ def test_muon_and_adamw_are_one_optimizer(model):
     assert state_bytes(optimizer).device >= 4 * (PROJECTED + 2 * (PARAMETERS - PROJECTED))
 
 
-def made_with_muon():
+def made_with_muon(scale=2.0):
     torch.manual_seed(0)
     model = build_llama(llama_config("1m", vocab_size=VOCAB, max_seq_len=16))
-    config = OptimizerConfig(name="muon", compact=True, rank=0.25, update_interval=3, lr=3e-3, scale=2.0)
+    config = OptimizerConfig(name="muon", compact=True, rank=0.25, update_interval=3, lr=3e-3, scale=scale)
     return model, build_optimizer(model, config)
 
 
@@ -144,7 +144,7 @@ def test_muon_in_compact_mode_goes_on_bit_for_bit():
     train(*whole, steps=5)
     train(*stopped, steps=2)
     columns, others = whole[1].param_groups
-    assert [group["lr"] for group in (columns, others)] == [6e-3, 3e-3]
+    assert [group["lr"] for group in (columns, others)] == [3e-3, 3e-3]
     assert sum(p.numel() for p in others["params"]) == PARAMETERS - PROJECTED
     assert sum(p.numel() for p in columns["params"]) == PROJECTED // 2
     file = io.BytesIO()
@@ -157,6 +157,17 @@ def test_muon_in_compact_mode_goes_on_bit_for_bit():
     train(model, optimizer, steps=3)
     for (name, p), ours in zip(whole[0].named_parameters(), model.parameters(), strict=True):
         assert torch.equal(p, ours), name
+
+
+def test_muon_in_compact_mode_takes_the_scale_of_the_columns():
+    """``n / (r + q)``, which is 2, by default."""
+    trained = {}
+    for scale in (None, 2.0, 1.0):
+        model, optimizer = made_with_muon(scale)
+        train(model, optimizer, steps=2)
+        trained[scale] = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(trained[None], trained[2.0])
+    assert not torch.equal(trained[None], trained[1.0])
 
 
 def test_bytes_of_states_and_gradients(model):

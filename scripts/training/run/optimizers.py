@@ -60,7 +60,8 @@ class OptimizerConfig:
         rank: of projected weights, a number or a fraction of the dimension (grass, galore, apollo, fira).
         update_interval: steps between changes of the projection (likewise); ``None`` is Grass's default.
         scale: multiplies the update of projected weights (likewise); ``None`` is the method's default: ``"auto"`` for
-            grass, 0.25 for galore, 1 for the others. Of muon it multiplies the learning rate of the same weights.
+            grass and compact muon, 0.25 for galore, 1 for the others. Of muon it multiplies the learning rate of the
+            same weights.
         dim: select rows (0), columns (1) or along the smaller dimension (``"auto"``, which is 1 in compact mode).
         compact: convert the model to compact mode, so that full gradients are never formed (grass, muon).
         active_dtype: precision of compact mode's active rows; ``None`` is the weights' precision, float32 for int8.
@@ -252,8 +253,8 @@ class MuonAndAdamW(Optimizer):
     def __init__(
         self, projected: list[Any], others: list[Any], config: OptimizerConfig, model: nn.Module | None = None
     ) -> None:
-        scale = 1.0 if config.scale is None else config.scale
-        lr, decay = config.lr * scale, config.weight_decay
+        times = 1.0 if model is not None or config.scale is None else config.scale
+        lr, decay = config.lr * times, config.weight_decay
         self._parts = (
             Muon(projected, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
             AdamW(others, **config.common, fused=True),
@@ -261,7 +262,8 @@ class MuonAndAdamW(Optimizer):
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._join()
         options = {name: config.grass[name] for name in ATTACHED if name in config.grass} | {"seed": config.seed}
-        self._attachment = None if model is None else attach(self._parts[0], model, **options)
+        scale = "auto" if config.scale is None else config.scale
+        self._attachment = None if model is None else attach(self._parts[0], model, scale=scale, **options)
 
     def _join(self) -> None:
         """Let both step by the state and the groups of this one."""
