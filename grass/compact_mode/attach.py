@@ -16,7 +16,7 @@ from grass.compact_mode.refresh_cycle import Trained, adopt, advance, arm, check
 from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_seeds
 from grass.compact_mode.step_rates import StepRates, is_decoupled
 from grass.coverage import report_decay
-from grass.options import SPEED_KEYS, Options, as_number, check_value, settings_of, validate
+from grass.options import SPEED_KEYS, Options, as_number, settings_of, validate
 from grass.parallel.agreement import Agreement
 from grass.parallel.ranks import Ranks, checksum
 from grass.parallel.shards import local
@@ -97,6 +97,7 @@ def attach(
     if type(optimizer).__module__.startswith("accelerate."):
         raise TypeError("attach() takes an optimizer before accelerator.prepare() wraps it, or its .optimizer")
     group = {
+        "scale": scale,
         "update_interval": update_interval,
         "selection": selection,
         "replacement": False,
@@ -106,10 +107,9 @@ def attach(
         "sketch_size": sketch_size,
     }
     validate(group)
-    check_value("scale", scale)
     if state_policy not in ("reset", "keep"):
         raise ValueError(f"Invalid {state_policy=}: must be 'reset' or 'keep' under another optimizer than GrassAdamW")
-    return Attachment(optimizer, model, Options.of(group), scale)
+    return Attachment(optimizer, model, Options.of(group))
 
 
 class Attachment:
@@ -121,7 +121,7 @@ class Attachment:
 
     process_group: ProcessGroup | None = None
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module, options: Options, scale: float | str = 1.0) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module, options: Options) -> None:
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}
         if getattr(optimizer, "writes_back_active_rows", False):
             raise ValueError(f"{type(optimizer).__name__} writes active rows back already")
@@ -138,7 +138,7 @@ class Attachment:
         _check_layers(optimizer, list(self.layers.values()))
         if by := next((layer.divided_by for layer in self.layers.values() if layer.divided_by), None):
             raise ValueError(f"attach() does not take layers that {by} divides: train them with GrassAdamW")
-        self._rates = StepRates(optimizer, self.layers.values(), scale)
+        self._rates = StepRates(optimizer, self.layers.values(), options.scale)
         report_decay(optimizer.param_groups, {id(layer.active) for layer in self.layers.values()})
         self._report_coupled_decay(optimizer)
         self.states: dict[str, State] = {}
@@ -264,7 +264,7 @@ class Attachment:
 
     def _settings(self) -> dict[str, Any]:
         """What ranks must agree on: the options, and the plain values in the optimizer's groups."""
-        settings = settings_of(vars(self.options))
+        settings = settings_of(vars(self.options)) | {"scale": self.options.scale}
         for number, group in enumerate(self.optimizer.param_groups):
             there = {key for key, value in group.items() if isinstance(value, Tensor) and value.device.type != "cpu"}
             values = {key: as_number(group[key]) for key in sorted(group.keys() - {"params", *SPEED_KEYS, *there})}

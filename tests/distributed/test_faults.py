@@ -71,15 +71,17 @@ def changed(rank: int, name: str, steps: int, mode: str) -> None:
 
 
 def attached(rank: int, name: str) -> None:
-    """Rank 1 changes an option of the attachment, or a setting of the optimizer, in mid-run."""
+    """Rank 1 changes an option of the attachment, or a setting of the optimizer, in mid-run, or begins with another."""
     model = converted(torch.float64)[0]
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05, momentum=0.9)
-    attachment = grass.attach(optimizer, model, update_interval=4)
+    trained = [p for p in model.parameters() if p.requires_grad and p.ndim == 2]
+    optimizer = torch.optim.SGD(trained, 0.05, momentum=0.9)
+    scale = 2.0 if rank == 1 and name == "scale" else 1.0
+    attachment = grass.attach(optimizer, model, scale=scale, update_interval=4)
     ddp = DistributedDataParallel(model)
     train_jointly(ddp, optimizer, joint_batches(2))
     if rank == 1 and name == "momentum":
         optimizer.param_groups[0]["momentum"] = 0.5
-    elif rank == 1:
+    elif rank == 1 and name == "update_interval":
         attachment.options = replace(attachment.options, update_interval=3)
     train_jointly(ddp, optimizer, joint_batches(1))
 
@@ -227,6 +229,7 @@ def test_a_setting_changed_on_one_rank(name: str) -> None:
     [
         ("momentum", "momentum of group 0: 0.9 on ranks [0]; 0.5 on ranks [1]"),
         ("update_interval", "update_interval: 4 on ranks [0]; 3 on ranks [1]"),
+        ("scale", "scale: 1.0 on ranks [0]; 2.0 on ranks [1]"),
     ],
 )
 def test_a_setting_of_an_attached_optimizer(name: str, found: str) -> None:
