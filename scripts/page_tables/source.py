@@ -57,6 +57,8 @@ ALIASES = {
     "@768-4": f"{LONG_768} & optimizer=grass & settings=lr=0.003 scale=0.25 explore=0.25 compact=True",
     "@768-8": f"{LONG_768} & optimizer=grass & settings=lr=0.003 rank=0.125 scale=0.5 explore=0.125 compact=True",
     "@768-16": f"{LONG_768} & optimizer=grass & settings=lr=0.003 rank=0.0625 scale=1.0 explore=0.0625 compact=True",
+    "@768-recipe": f"{LONG_768} & settings=lr=0.003 rank=0.125 scale=0.5 explore=0.03125 moment_dtype=8bit "
+    "stochastic_rounding=True compact=True autocast=False bf16_weights=True",
     "@768-turns-4": f"{LONG_768} & settings=lr=0.003 scale=0.25 selection=balanced explore=0.25 compact=True",
     "@768-turns-8": f"{LONG_768} & settings=lr=0.003 rank=0.125 scale=0.5 selection=balanced explore=0.125 "
     "compact=True",
