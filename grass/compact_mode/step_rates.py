@@ -43,6 +43,8 @@ class StepRates:
 
     def begin(self) -> None:
         """Multiply, before a step."""
+        if self._scale == 1:
+            return
         self.end()  # that of a step that raised an error
         for group in self._optimizer.param_groups:
             if (factor := self._factor_of(group)) != 1:

@@ -138,7 +138,7 @@ def _numbers(pair: Any) -> tuple[int, float]:
 
 
 def die_with_parent() -> None:
-    """End this process when the sweep's process ends, however it does."""
+    """End this process when the one that started it ends, however it does."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
