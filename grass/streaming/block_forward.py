@@ -182,6 +182,9 @@ class BlockForward:
         kind = BACKWARD if _in_backward() else FORWARD if grad else INFERENCE
         if kind == BACKWARD:
             self._gradients.begin_unit()
+        else:  # while the layers have their own active rows, whose gradients tell
+            for layer in self._unit.layers:
+                layer.renew_sketch()
         tensors = self._prefetcher.use(self._number, kind, probe=grad)
         try:
             with self._there(tensors, grad, buffers):

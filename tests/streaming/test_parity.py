@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import grass
+from grass.compact_mode.layer import CompactLayer
 from tests.offload.training import same
 from tests.streaming.models import MODES, build, train
 
@@ -69,6 +71,25 @@ def test_evaluation_in_between() -> None:
         return seen
 
     assert run(True) == run(False)
+
+
+@pytest.mark.parametrize("mode", ["compact", "attached"])
+def test_gradients_that_the_loop_drops(mode: str) -> None:
+    """What was gathered of their norms is dropped with them, by ``model.zero_grad()`` and under any optimizer."""
+
+    def run(*, streamed: bool) -> Any:
+        model, optimizer = build("compact", streamed=streamed, update_interval=2, **NORMS)
+        if mode == "attached":
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            grass.attach(optimizer, model, update_interval=2, **NORMS)
+        losses = []
+        for step in range(6):
+            (1e3 * model(torch.arange(8).view(1, 8)).square().mean()).backward()
+            model.zero_grad()
+            losses += train(model, optimizer, 1, step)
+        return losses, [module.selected for module in model.modules() if isinstance(module, CompactLayer)]
+
+    assert same(run(streamed=True), run(streamed=False))
 
 
 @pytest.mark.slow
