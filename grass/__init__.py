@@ -23,6 +23,7 @@ from grass.compact_mode.experts import expert_linear
 from grass.compact_mode.linear_classes import register_linear
 from grass.groups import param_groups
 from grass.in_backward import step_in_backward
+from grass.muon import GrassMuon
 from grass.offload.options import Offload
 from grass.optimizer import GrassAdamW
 from grass.options import PAPER
@@ -41,6 +42,7 @@ __all__ = [
     "Attachment",
     "AveragedModel",
     "GrassAdamW",
+    "GrassMuon",
     "Offload",
     "Projector",
     "Selection",

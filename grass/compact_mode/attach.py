@@ -96,20 +96,33 @@ def attach(
         raise TypeError(f"attach() takes an optimizer and a model, got {given[0]} and {given[1]}")
     if type(optimizer).__module__.startswith("accelerate."):
         raise TypeError("attach() takes an optimizer before accelerator.prepare() wraps it, or its .optimizer")
-    group = {
-        "scale": scale,
-        "update_interval": update_interval,
-        "selection": selection,
-        "replacement": False,
-        "state_policy": state_policy,
-        "seed": seed,
-        "refresh": refresh,
-        "sketch_size": sketch_size,
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, CompactLayer) and id(layer.active) in held
     }
-    validate(group)
-    if state_policy not in ("reset", "keep"):
-        raise ValueError(f"Invalid {state_policy=}: must be 'reset' or 'keep' under another optimizer than GrassAdamW")
-    return Attachment(optimizer, model, Options.of(group))
+    return attach_layers(
+        *(optimizer, layers),
+        scale=scale,
+        update_interval=update_interval,
+        selection=selection,
+        state_policy=state_policy,
+        seed=seed,
+        refresh=refresh,
+        sketch_size=sketch_size,
+    )
+
+
+def attach_layers(optimizer: Optimizer, layers: dict[str, CompactLayer], **options: Any) -> Attachment:
+    """:func:`attach`, to the layers whose active rows an optimizer holds, by name."""
+    validate({**options, "replacement": False})
+    if options["state_policy"] not in ("reset", "keep"):
+        raise ValueError(
+            f"Invalid state_policy={options['state_policy']!r}: must be 'reset' or 'keep' under another optimizer than "
+            "GrassAdamW"
+        )
+    return Attachment(optimizer, layers, Options.of({**options, "replacement": False}))
 
 
 class Attachment:
@@ -121,16 +134,10 @@ class Attachment:
 
     process_group: ProcessGroup | None = None
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module, options: Options) -> None:
-        held = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    def __init__(self, optimizer: Optimizer, layers: dict[str, CompactLayer], options: Options) -> None:
         if getattr(optimizer, "writes_back_active_rows", False):
             raise ValueError(f"{type(optimizer).__name__} writes active rows back already")
-        self.optimizer, self.options = optimizer, options
-        self.layers = {
-            name: layer
-            for name, layer in model.named_modules()
-            if isinstance(layer, CompactLayer) and id(layer.active) in held
-        }
+        self.optimizer, self.options, self.layers = optimizer, options, layers
         if not self.layers:
             raise ValueError(
                 f"{type(optimizer).__name__} holds no active rows of the model: call grass.compact() before building it"

@@ -31,10 +31,7 @@ class StepRates:
 
     def __init__(self, optimizer: Optimizer, layers: Collection[CompactLayer], scale: float | str) -> None:
         self._optimizer, self._scale = optimizer, scale
-        self._factors = [
-            (layer, auto_scale(layer.shape[layer.dim], *layer.counts()) if isinstance(scale, str) else float(scale))
-            for layer in layers
-        ]
+        self._factors = [(layer, factor_of(layer, scale)) for layer in layers]
         self._usual: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for group in optimizer.param_groups:
             self._factor_of(group)
@@ -71,6 +68,11 @@ class StepRates:
                 f"learning rate is to be multiplied by {factors[0]:.3g} and by {factors[-1]:.3g}: make a group of each"
             )
         return factors[0] if factors else 1.0
+
+
+def factor_of(layer: CompactLayer, scale: float | str) -> float:
+    """What the learning rate of a layer's active rows is multiplied by."""
+    return auto_scale(layer.shape[layer.dim], *layer.counts()) if scale == "auto" else float(scale)
 
 
 def is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:

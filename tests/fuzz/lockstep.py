@@ -16,7 +16,7 @@ from grass.machine.link import Link
 from grass.offload.executor import Executor
 from grass.offload.host_copies import InPlace
 from tests.fuzz.run import Run
-from tests.fuzz.settings import Place, Setting
+from tests.fuzz.settings import ATTACHED, Place, Setting
 
 Action = tuple[str, dict[str, Any]]
 """A method of :class:`tests.fuzz.run.Run` and its arguments."""
@@ -25,7 +25,7 @@ OBSERVE: Action = ("state", {"what": "both"})
 
 def in_lockstep(setting: Setting, place: Place, actions: list[Action], *, late: bool = False) -> None:
     """Do the same with a plain model and one that lies elsewhere, and compare what is seen."""
-    if setting.mode == "attached":
+    if setting.mode in ATTACHED:
         place = Place(place.stream or (), None, place.device)
     moves = [arguments["place"] for name, arguments in actions if name == "move"]
     in_files = any(dict(each.stream or ()).get("path") for each in (place, *moves))

@@ -59,8 +59,8 @@ class Loop:
 
     def finish(self) -> None:
         """What the guides ask for before code reads or changes parameters or gradients by hand."""
-        if self.optimizer.offload is not None:
-            self.optimizer.offload.finish()
+        if (offload := getattr(self.optimizer, "offload", None)) is not None:
+            offload.finish()
         if self.in_files:
             self.model.state_dict()  # weights read by hand in files are those of the last refresh
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import grass
 from tests.fuzz.loop import Loop, batch
 from tests.fuzz.models import BLOCKS
-from tests.fuzz.settings import Place
+from tests.fuzz.settings import ATTACHED, Place
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "mul_": lambda p: p.mul_(0.75),
@@ -95,7 +95,8 @@ class Run(Loop):
         if not p.requires_grad and not any(p is q for group in self.optimizer.param_groups for q in group["params"]):
             p.requires_grad_(True)
             given: Any = [("late", p)] if self.setting.mode == "dense" else [p]  # names in all groups or in none
-            self.optimizer.add_param_group({"params": given, "rank": None, "lr": 1e-2})
+            options = {} if self.setting.mode == "muon" else {"rank": None}
+            self.optimizer.add_param_group({"params": given, "lr": 1e-2, **options})
             self.saved = {}
 
     def checkpointing(self, *, on: bool) -> None:
@@ -110,7 +111,7 @@ class Run(Loop):
         return loss.item(), dict(twin.state_dict())
 
     def go_on_as_copy(self) -> None:
-        if self.setting.mode == "attached":  # hooks of an optimizer are not copied
+        if self.setting.mode in ATTACHED:  # hooks of an optimizer are not copied
             self.model = copy.deepcopy(self.model)
             self.new_optimizer(loaded=True)
         else:
@@ -130,7 +131,7 @@ class Run(Loop):
 
     def expand(self, *, streamed_first: bool) -> None:
         """Undo the conversion and begin again."""
-        if self.setting.mode not in ("compact", "attached"):
+        if self.setting.mode not in ("compact", *ATTACHED):
             return
         self.optimizer.zero_grad()
         self.close()

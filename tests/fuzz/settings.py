@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 import grass
-from grass import GrassAdamW, Offload
+from grass import GrassAdamW, GrassMuon, Offload
 from grass.compact_mode.layer import CompactLayer
 from tests.fuzz.models import Network
+
+ATTACHED = ("attached", "muon")
+"""Modes in which another optimizer trains the active rows."""
 
 ATTACHED_OPTIONS = ("update_interval", "selection", "state_policy", "refresh")
 
 
 class Attached(torch.optim.AdamW):
     """Another optimizer on active rows; its state dict has the attachment's beside its own."""
-
-    offload = None
 
     def attach(self, model: nn.Module, **options: Any) -> Attached:
         self.attachment = grass.attach(self, model, **options)
@@ -65,15 +66,17 @@ class Setting:
         return model
 
     def convert(self, model: nn.Module) -> None:
-        if self.mode in ("compact", "attached"):
+        if self.mode in ("compact", *ATTACHED):
             dtype = torch.float32 if self.weights == "bfloat16 under float32" else None
             int8 = "int8" if self.weights == "int8" else None
             grass.compact(model, rank=self.rank, explore=self.explore, dim=self.dim, dtype=dtype, weights=int8)
 
-    def optimizer(self, model: nn.Module, offload: Offload | None, seed: int = 0) -> GrassAdamW | Attached:
+    def optimizer(self, model: nn.Module, offload: Offload | None, seed: int = 0) -> GrassAdamW | GrassMuon | Attached:
         common: dict[str, Any] = {"lr": 3e-2, "offload": offload, "fused": self.fused}
-        if self.mode == "attached":
+        if self.mode in ATTACHED:
             options: dict[str, Any] = {name: value for name, value in self.options if name in ATTACHED_OPTIONS}
+            if self.mode == "muon":
+                return GrassMuon(model, lr=1e-2, seed=seed, **options)
             columns, others = _trained(model)
             attached = Attached([{"params": columns}, {"params": others}], lr=1e-2)
             return attached.attach(model, scale=3.0, seed=seed, **options)

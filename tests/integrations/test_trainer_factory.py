@@ -255,6 +255,37 @@ def test_options_misspelt(tiny_llama: Build, tmp_path: Path, build: str) -> None
     assert not any(isinstance(module, CompactLayer) for module in model.modules())
 
 
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"optimizer": "sgd"}, ValueError, "Invalid optimizer='sgd': must be one of 'adamw', 'muon'"),
+        ({"optimizer": "muon", "mode": "dense"}, ValueError, "Invalid optimizer='muon' with mode='dense'"),
+        ({"optimizer": "muon", "moment_dtype": "8bit"}, TypeError, "no option 'moment_dtype'.*momentum"),
+        ({"momentum": 0.9}, TypeError, "no option 'momentum'.*moment_dtype"),
+    ],
+    ids=["unknown", "dense", "AdamW's option", "Muon's option"],
+)
+def test_what_an_optimizer_does_not_take(
+    tiny_llama: Build, keywords: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    model = tiny_llama()
+    with pytest.raises(error, match=message):
+        GrassFactory()(model, rank=4, **keywords)
+    assert not any(isinstance(module, CompactLayer) for module in model.modules())
+
+
+def test_muon_takes_its_part_of_the_arguments(tiny_llama: Build, tmp_path: Path) -> None:
+    args = arguments(tmp_path, adam_beta1=0.8, optim_args="momentum=0.9,update_interval=7")
+    optimizer = GrassFactory()(tiny_llama(), args=args, rank=4, optimizer="muon")
+    assert isinstance(optimizer, grass.GrassMuon)
+    assert {(group["muon"], group.get("momentum"), group.get("betas")) for group in optimizer.param_groups} == {
+        (True, 0.9, None),
+        (False, None, (0.8, 0.999)),
+    }
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}
+    assert optimizer.attachment.options.update_interval == 7
+
+
 @pytest.mark.parametrize("optim", ["adafactor", "adamw_torch_8bit", "sgd"])
 def test_another_optimizer_is_refused(tiny_llama: Build, tmp_path: Path, optim: str) -> None:
     args = arguments(tmp_path, optim=optim)

@@ -74,3 +74,21 @@ def test_resume_in_other_precisions(
         each = trainer(model, arguments(tmp_path / name), "compact", **keywords)
         each.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-3") if seed else None)
     assert_same(checkpoint(tmp_path / "resumed", 6), checkpoint(tmp_path / "whole", 6))
+
+
+def test_resume_under_muon(tiny_llama: Build, tmp_path: Path) -> None:
+    """The checkpoint has Muon's moments, AdamW's, and the selection."""
+    options = {"optimizer": "muon", "state_policy": "keep", "momentum": 0.9}
+    for seed, name in enumerate(("whole", "resumed")):
+        ours = trainer(tiny_llama(seed=seed), arguments(tmp_path / name), "compact", **options)
+        ours.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-3") if seed else None)
+    saved = checkpoint(tmp_path / "whole", 6)
+    assert_same(checkpoint(tmp_path / "resumed", 6), saved)
+    groups = saved["optimizer"]["param_groups"]
+    assert {group["muon"] for group in groups if group["weight_decay"]} == {True, False}  # embeddings and head decay
+    assert all(group["momentum"] == 0.9 for group in groups if group["muon"])
+    states = saved["optimizer"]["state"]
+    assert all("momentum_buffer" in states[key] for group in groups if group["muon"] for key in group["params"])
+    active, coverage = logged(ours, "grass_active_parameters", "grass_coverage")[-1]
+    assert active == sum(p.numel() for group in ours.optimizer.param_groups for p in group["params"])
+    assert coverage > 0

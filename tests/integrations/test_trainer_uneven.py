@@ -208,6 +208,11 @@ def test_a_deal_of_another_type(tmp_path: Path) -> None:
         trainer(tmp_path, "even")
 
 
+def test_muon_takes_even_parts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Invalid deal=\[4\] with optimizer='muon': uneven parts take 'adamw'"):
+        GrassTrainer(llama(), arguments(tmp_path), grass={"rank": 4, "optimizer": "muon"}, deal=[4])
+
+
 class Plain(torch.nn.Module):
     """A language model without ``num_items_in_batch``."""
 

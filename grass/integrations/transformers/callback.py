@@ -13,6 +13,9 @@ from grass.compact_mode.layer import CompactLayer
 from grass.diagnostics import SelectionHistory
 from grass.memory import state_bytes
 
+FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+"""What AdamW's rule and Muon's call it in their state."""
+
 HISTORY = "GrassSelectionHistory"
 """Key of the selection history in Trainer's saved state."""
 
@@ -88,7 +91,7 @@ class GrassCallback(TrainerCallback):
             **{name: value for name, value in self.measures.items() if not math.isnan(value)},
             "state_device_bytes": size.device,
             "state_host_bytes": size.host,
-            "active_parameters": sum(state["exp_avg"].numel() for state in states if "exp_avg" in state),
+            "active_parameters": sum(state[key].numel() for state in states for key in FIRST_MOMENTS if key in state),
         }
 
     def _close(self) -> None:

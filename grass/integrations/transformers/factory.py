@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from typing import Any
 
@@ -13,24 +13,29 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import check_target_module_exists
 
 from grass.compact_mode.conversion import compact
 from grass.compact_mode.layer import CompactLayer
 from grass.groups import param_groups
+from grass.muon import GrassMuon
 from grass.optimizer import GrassAdamW
 from grass.targets import Targets, is_linear
 
 CONVERSION = ("explore", "dim", "dtype", "calibration")
 """Keywords that the factory passes to :func:`grass.compact` in compact mode; the others go to the optimizer."""
 
+OPTIMIZERS: dict[str, type[GrassAdamW] | type[GrassMuon]] = {"adamw": GrassAdamW, "muon": GrassMuon}
+"""What the keyword ``optimizer`` chooses."""
+
 BY_PATCH = "grass_adamw"
 """The name of the optimizer where ``docs/transformers-5.23.patch`` is applied; ``optim_args`` then has the rank."""
 
 
 class GrassFactory:
-    """Builds :class:`grass.GrassAdamW` for ``Trainer(optimizer_cls_and_kwargs=(GrassFactory, {...}))``."""
+    """Builds an optimizer of Grass for ``Trainer(optimizer_cls_and_kwargs=(GrassFactory, {...}))``."""
 
     def __call__(
         self,
@@ -38,12 +43,13 @@ class GrassFactory:
         args: TrainingArguments | None = None,
         *,
         mode: str = "compact",
+        optimizer: str = "adamw",
         rank: int | float | None = None,
         targets: Targets = None,
         exclude: Targets = (),
         decay_names: Callable[[nn.Module], Iterable[str]] | None = None,
         **keywords: Any,
-    ) -> GrassAdamW:
+    ) -> GrassAdamW | GrassMuon:
         """Convert ``model`` in compact mode and build its optimizer. Norms and biases do not decay.
 
         Args:
@@ -55,13 +61,15 @@ class GrassFactory:
                 out.
             mode: ``"compact"``, the default, which converts the model and needs the least memory; or ``"dense"``, which
                 leaves the model as it is and forms full gradients.
+            optimizer: ``"adamw"``, which is :class:`grass.GrassAdamW`; or in compact mode ``"muon"``, which is
+                :class:`grass.GrassMuon`.
             rank: rows to train per weight, a number or a fraction; ``None`` for a model that is converted already.
             targets: as in :func:`grass.matched_modules`.
             exclude: layers to leave out, given like ``targets``.
             decay_names: a function that names the parameters of a model that decay; active rows decay as the weight
                 whose they are. ``None``: all but norms and biases, as Trainer has it.
                 :class:`grass.integrations.transformers.GrassTrainer` gives its ``get_decay_parameter_names``.
-            keywords: any other argument of :class:`grass.GrassAdamW` and, in compact mode, ``explore``, ``dim``,
+            keywords: any other argument of the optimizer and, in compact mode, ``explore``, ``dim``,
                 ``dtype`` and ``calibration`` of :func:`grass.compact`. To use ``weights="int8"``, convert the model
                 before Trainer is made.
 
@@ -72,16 +80,18 @@ class GrassFactory:
                 compact mode.
             RuntimeError: DDP or FSDP has wrapped the model, which cannot be converted any more.
         """
-        check_keywords(keywords)
+        check_keywords({"optimizer": optimizer, **keywords})
         if keywords.pop("weights", None) is not None:
             raise ValueError(
                 "Trainer loads a checkpoint before it calls this factory, into a model without a place for int8 codes: "
                 "call grass.compact(model, ...) before Trainer is made, and leave rank and weights out here"
             )
-        keywords = {**_from_arguments(args), **keywords}
+        keywords = {**_from_arguments(args, OPTIMIZERS[optimizer]), **keywords}
         rank = keywords.pop("rank", None) if rank is None else rank
         targets = _targets(model, args) if targets is None else targets
         _check_mode(model, mode, rank)
+        if mode == "dense" and optimizer != "adamw":
+            raise ValueError(f"Invalid {optimizer=} with mode='dense': must be 'adamw', or mode 'compact'")
         if mode == "compact" and getattr(args, "sync_ref_model", False):
             raise ValueError(
                 "sync_ref_model=True mixes the parameters of two models in order, and a converted model has others: "
@@ -95,16 +105,19 @@ class GrassFactory:
             conversion = {key: keywords.pop(key) for key in CONVERSION if key in keywords}
             compact(model, rank=rank, targets=targets, exclude=exclude, seed=keywords.get("seed", 0), **conversion)
             groups = [{"params": _trainable(model)}]
-        return GrassAdamW(_split_by_decay(groups, _decaying(model, decay_names)), **keywords)
+        return OPTIMIZERS[optimizer](_split_by_decay(groups, _decaying(model, decay_names)), **keywords)
 
 
-def check_keywords(given: Iterable[str]) -> None:
-    """Refuse keywords that :class:`GrassFactory` does not have.
+def check_keywords(given: Mapping[str, Any]) -> None:
+    """Refuse keywords that :class:`GrassFactory` and the optimizer that they choose do not have.
 
     Raises:
         TypeError: with the keyword, a similar one, and the list of all.
+        ValueError: there is no such optimizer.
     """
-    own, optimizer = signature(GrassFactory.__call__).parameters, signature(GrassAdamW).parameters
+    if (name := given.get("optimizer", "adamw")) not in OPTIMIZERS:
+        raise ValueError(f"Invalid optimizer={name!r}: must be one of {', '.join(map(repr, OPTIMIZERS))}")
+    own, optimizer = signature(GrassFactory.__call__).parameters, signature(OPTIMIZERS[name]).parameters
     allowed = {*own, *optimizer, *CONVERSION, "weights"} - {"self", "args", "model", "params", "keywords"}
     for name in given:
         if name not in allowed:
@@ -136,7 +149,7 @@ def _name(args: TrainingArguments) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def _from_arguments(args: TrainingArguments | None) -> dict[str, Any]:
+def _from_arguments(args: TrainingArguments | None, optimizer: type[Optimizer]) -> dict[str, Any]:
     if args is None:
         return {}
     check_optim(args)
@@ -146,11 +159,11 @@ def _from_arguments(args: TrainingArguments | None) -> dict[str, Any]:
         "eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,
         "seed": args.seed,
-        **_from_optim_args(args.optim_args, given=set() if _name(args) == BY_PATCH else {"rank"}),
+        **_from_optim_args(args.optim_args, optimizer, given=set() if _name(args) == BY_PATCH else {"rank"}),
     }
 
 
-def _from_optim_args(text: str | None, given: set[str]) -> dict[str, Any]:
+def _from_optim_args(text: str | None, optimizer: type[Optimizer], given: set[str]) -> dict[str, Any]:
     """``optim_args``, separated by commas outside of brackets; a value that is no Python literal is a string.
 
     ``given``: arguments that keywords have instead.
@@ -162,8 +175,10 @@ def _from_optim_args(text: str | None, given: set[str]) -> dict[str, Any]:
             raise ValueError(
                 f"Invalid optim_args={text!r}: give {name} to GrassFactory, or in GrassTrainer(grass={{...}})"
             )
-        if not equals or name not in {*signature(GrassAdamW).parameters} - {"params", *given}:
-            raise ValueError(f"Invalid optim_args={text!r}: {pair!r} is no argument of GrassAdamW with a value")
+        if not equals or name not in {*signature(optimizer).parameters} - {"params", *given}:
+            raise ValueError(
+                f"Invalid optim_args={text!r}: {pair!r} is no argument of {optimizer.__name__} with a value"
+            )
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

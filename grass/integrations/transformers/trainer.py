@@ -1,4 +1,4 @@
-"""Trainers that build a :class:`grass.GrassAdamW` and log what it does."""
+"""Trainers that build an optimizer of Grass and log what it does."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ class GrassTrainerMixin:
 
     Raises:
         TypeError: ``grass`` has a key that the factory does not have.
-        ValueError: another optimizer is given too, as by ``optim="adafactor"``.
+        ValueError: another optimizer is given too, as by ``optim="adafactor"``; or ``deal`` with ``optimizer="muon"``.
     """
 
     def __init__(self, *arguments: Any, grass: dict[str, Any], deal: Sizes | None = None, **keywords: Any) -> None:
         check_keywords(grass)
+        if deal is not None and grass.get("optimizer", "adamw") != "adamw":
+            raise ValueError(f"Invalid {deal=} with optimizer={grass['optimizer']!r}: uneven parts take 'adamw'")
         super().__init__(*arguments, **keywords)
         trainer: Any = self
         if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:

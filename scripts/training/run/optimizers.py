@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Adafactor, AdamW, Muon, Optimizer
+from torch.optim import Adafactor, AdamW, Optimizer
 
-from grass import GrassAdamW, Offload, attach, compact, param_groups
-from grass.compact_mode.layer import CompactLayer
+from grass import GrassAdamW, GrassMuon, Offload, compact, param_groups
 from grass.coverage import silent
 from grass.extras import optional
 from grass.options import DEFAULTS, Options, validate
@@ -37,8 +36,8 @@ READS = {
 }
 """Which of Grass's options the other optimizers read. ``seed`` is the run's too."""
 
-ATTACHED = ("update_interval", "selection", "state_policy", "seed", "refresh", "sketch_size")
-"""What :func:`grass.attach` takes."""
+ATTACHED = ("scale", "update_interval", "selection", "state_policy", "seed", "refresh", "sketch_size")
+"""What :class:`grass.GrassMuon` takes besides."""
 
 GRASS = Options()
 """The defaults of :class:`grass.GrassAdamW`."""
@@ -238,70 +237,16 @@ def _adamw8bit(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     return _peer("torchao.optim", "AdamW8bit")(model.named_parameters(), **config.common)
 
 
-class MuonAndAdamW(Optimizer):
-    """``torch.optim.Muon`` for the projected weights and AdamW for all others, as one optimizer.
-
-    Muon's updates are scaled to have AdamW's root mean square (``adjust_lr_fn="match_rms_adamw"``).
-
-    Args:
-        projected: the weights, or the active columns of ``model`` in compact mode.
-        others: all other parameters.
-        config: ``lr``, ``scale``, ``weight_decay``, and AdamW's ``betas`` and ``eps``.
-        model: a converted model, to which Muon is attached.
-    """
-
-    def __init__(
-        self, projected: list[Any], others: list[Any], config: OptimizerConfig, model: nn.Module | None = None
-    ) -> None:
-        times = 1.0 if model is not None or config.scale is None else config.scale
-        lr, decay = config.lr * times, config.weight_decay
-        self._parts = (
-            Muon(projected, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-            AdamW(others, **config.common, fused=True),
-        )
-        super().__init__([group for part in self._parts for group in part.param_groups], {})
-        self._join()
-        options = {name: config.grass[name] for name in ATTACHED if name in config.grass} | {"seed": config.seed}
-        scale = "auto" if config.scale is None else config.scale
-        self._attachment = None if model is None else attach(self._parts[0], model, scale=scale, **options)
-
-    def _join(self) -> None:
-        """Let both step by the state and the groups of this one."""
-        groups = list(self.param_groups)
-        for part in self._parts:
-            part.state, part.param_groups = self.state, [groups.pop(0) for _ in part.param_groups]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step both."""
-        if closure is not None:
-            raise ValueError("Invalid closure: must be None")
-        for part in self._parts:
-            part.step()  # type: ignore[no-untyped-call]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of both, and of compact mode's selection."""
-        selected = {} if self._attachment is None else {"attachment": self._attachment.state_dict()}
-        return {**super().state_dict(), **selected}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; load the model first."""
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "attachment"})
-        self._join()
-        if self._attachment is not None:
-            self._attachment.load_state_dict(state_dict["attachment"])
-
-
 def _muon(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     if config.compact:
         convert(model, config=config)
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        active = {id(module.active) for module in model.modules() if isinstance(module, CompactLayer)}
-        columns, others = ([pair for pair in trained if (id(pair[1]) in active) == which] for which in (True, False))
-        return MuonAndAdamW(columns, others, config, model)
+        options = {name: config.grass[name] for name in ATTACHED if name in config.grass} | {"seed": config.seed}
+        return GrassMuon(model, **config.common, **options)
     with silent():
         projected, *rest = param_groups(model, config.rank)
-    return MuonAndAdamW(projected["params"], [{"params": group["params"]} for group in rest], config)
+    times = 1.0 if config.scale is None else config.scale
+    columns = {"params": projected["params"], "lr": config.lr * times, "muon": True}
+    return GrassMuon([columns, *({"params": group["params"]} for group in rest)], **config.common)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], Optimizer]] = {

@@ -1,0 +1,326 @@
+"""``GrassMuon``: Muon for the active rows of compact mode and AdamW for all other parameters, as one optimizer."""
+
+from __future__ import annotations
+
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Muon, Optimizer
+from torch.optim.optimizer import ParamsT
+
+from grass.compact_mode.attach import Attachment, attach_layers
+from grass.compact_mode.conversion import trainable_parameters
+from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.registry import layers_of, take_flags
+from grass.compact_mode.step_rates import factor_of
+from grass.optimizer import GrassAdamW, NamedByModel
+from grass.options import DEFAULTS, validate
+from grass.validation import tensors_of
+
+Group = dict[str, Any]
+
+MUON = ("momentum", "nesterov")
+"""Settings of groups that Muon trains, beside ``lr`` and ``weight_decay``."""
+
+ADAMW = ("betas", "eps")
+"""Settings of groups that AdamW trains, likewise."""
+
+SELECTION = "selection"
+"""Key, in the saved state of active rows, of which rows they are and how long they have been selected."""
+
+
+class GrassMuon(Optimizer):
+    r"""Muon for the active rows of a converted model, and AdamW for its other parameters.
+
+    ::
+
+        grass.compact(model, rank=0.25)
+        optimizer = grass.GrassMuon(model, lr=1e-3)
+
+    Muon orthogonalises the update of a matrix, ``B <- momentum B + G``, ``W <- W - lr 0.2 sqrt(max(m, n)) NS(B)``: five
+    Newton-Schulz iterations bring all singular values near 1, and the factor gives the update AdamW's root mean square,
+    so that AdamW's learning rate fits (``torch.optim.Muon``, ``adjust_lr_fn="match_rms_adamw"``). The matrix is that of
+    the active rows or columns: a layer has one moment of these where AdamW has two. Explored ones move as under
+    :func:`grass.attach`, which this class uses. Norms, biases, embeddings and output heads that are not converted are
+    trained by :class:`grass.GrassAdamW` at full rank, which is AdamW.
+
+    Each group that you give becomes one of active rows for each value of ``scale``, which may differ between layers,
+    and one of the rest. ``param_groups`` has Muon's first; ``group["muon"]`` tells them apart. A group that you give
+    ``muon=True`` may hold matrices that are not converted, which Muon then trains whole. Half-precision weights train
+    better with ``grass.compact(model, ..., dtype=torch.float32)``: Muon rounds to the nearest value.
+
+    ``state_dict()`` holds the selection too. Load it after the model's; training goes on bit for bit.
+
+    Args:
+        params: a model that :func:`grass.compact` converted, or parameters or groups of it.
+        lr: AdamW's learning rate, of all groups without one of their own.
+        betas: decay rates of AdamW's moments.
+        eps: added to AdamW's denominator.
+        weight_decay: decoupled decay rate of all groups without one of their own.
+        momentum: decay rate of Muon's moment.
+        nesterov: orthogonalise ``G + momentum B`` in place of ``B``.
+        scale: multiplies the learning rate of active rows. ``"auto"`` is ``n / (r + q)``, as in
+            :class:`grass.GrassAdamW`.
+        update_interval: steps from one selection to the next.
+        selection: one of :func:`grass.available_rules`, without replacement.
+        state_policy: ``"keep"`` keeps the moment of rows that are selected again, ``"reset"`` zeroes all.
+        seed: seed of the selection.
+        refresh: ``"sketch"`` or ``"exact"``, as in :class:`grass.GrassAdamW`.
+        sketch_size: columns of the sketch.
+
+    Attributes:
+        process_group: the ranks that train this model together; ``None`` means all there are.
+
+    Raises:
+        TypeError: a group has a setting that belongs to :class:`grass.GrassAdamW` alone, such as ``rank``.
+        ValueError: a value is out of range, nothing is converted and no group has ``muon=True``, or active rows are
+            those of experts.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        scale: float | str = "auto",
+        update_interval: int = 200,
+        selection: str = "uniform",
+        state_policy: str = "keep",
+        seed: int = 0,
+        refresh: str = "sketch",
+        sketch_size: int = 32,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"Invalid {momentum=}: must be a number in [0, 1)")
+        common: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        options: dict[str, Any] = {
+            "scale": scale,
+            "update_interval": update_interval,
+            "selection": selection,
+            "state_policy": state_policy,
+            "seed": seed,
+            "refresh": refresh,
+            "sketch_size": sketch_size,
+        }
+        validate({**common, "betas": betas, "eps": eps, "replacement": False, **options})
+        groups = _groups(params)
+        layers = layers_of(p for group in groups for p in tensors_of(group["params"]))
+        take_flags(layers)
+        frozen = {id(layer.own_weight()) for layer in layers}
+        columns, others = _divided(groups, {id(layer.active): factor_of(layer, scale) for layer in layers}, frozen)
+        if not columns:
+            raise ValueError(
+                "GrassMuon got no active rows: call grass.compact(model, rank=...) before building it, or give groups "
+                "of matrices that Muon shall train whole muon=True"
+            )
+        muon = Muon(columns, **common, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw")
+        self._parts: list[Optimizer] = [muon]
+        if others:
+            self._parts.append(GrassAdamW(others, **common, betas=betas, eps=eps, seed=seed))
+        self.attachment: Attachment | None = None
+        """Which rows are selected, and for how long; ``None`` where nothing is converted."""
+        if layers:
+            self.attachment = attach_layers(muon, _named(layers), **options)
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._join()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copies and pickles, which would lack what joins both optimizers to the layers."""
+        raise TypeError("GrassMuon cannot be copied or pickled: build a new one, and load state_dict() into it")
+
+    def _join(self) -> None:
+        """Show the parts' groups and states as this optimizer's own."""
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+        self.state = _States(*(part.state for part in self._parts))  # type: ignore[assignment]
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The ranks that train the model together."""
+        return None if self.attachment is None else self.attachment.process_group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup | None) -> None:
+        if self.attachment is not None:
+            self.attachment.process_group = group
+        for part in self._parts:
+            if isinstance(part, GrassAdamW):
+                part.process_group = group
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of other parameters than active rows.
+
+        Raises:
+            ValueError: it holds active rows, or is to be trained by Muon.
+        """
+        if any(param_group is group for part in self._parts for group in part.param_groups):
+            super().add_param_group(param_group)
+            return
+        (group,) = _groups([param_group])
+        columns, others = _divided([group], {id(layer.active): 1.0 for layer in layers_of(_tensors(group))}, set())
+        held = {id(p) for own in self._parts[0].param_groups for p in own["params"]}
+        if columns or len(self._parts) == 1 or any(id(p) in held for p in _tensors(group)):
+            raise ValueError(
+                "Invalid group: it holds active rows or matrices that Muon trains, or is the first that AdamW would "
+                "train. Build a new GrassMuon of all parameters"
+            )
+        self._parts[1].add_param_group(others[0])
+        self._join()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One optimization step; ``closure`` re-evaluates the model and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, and sketches of active rows that an abandoned step has left."""
+        for part in self._parts:
+            part.zero_grad(set_to_none)
+        if self.attachment is not None:
+            for layer in self.attachment.layers.values():
+                layer.clear_sketch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as tensors and plain values, with the selection of each layer."""
+        state: dict[int, dict[str, Any]] = {}
+        groups: list[Group] = []
+        for part in self._parts:
+            first, saved = _count(groups), part.state_dict()
+            state |= {first + key: value for key, value in saved["state"].items()}
+            groups += [{**group, "params": [first + key for key in group["params"]]} for group in saved["param_groups"]]
+        for key, selection in self._selections():
+            state[key] = {**state.get(key, {}), SELECTION: selection}
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; load the model first.
+
+        Raises:
+            ValueError: it is the state of another optimizer, or of other groups, layers or ranks.
+        """
+        parts = [_part(state_dict, muon) for muon in (True, False)][: len(self._parts)]
+        found = [[len(group["params"]) for group in part["param_groups"]] for part in parts]
+        held = [[len(group["params"]) for group in part.param_groups] for part in self._parts]
+        saved = sum(len(group["params"]) for group in state_dict["param_groups"])
+        if found != held or saved != _count(self.param_groups):
+            raise ValueError(
+                f"State of groups of {found} parameters that Muon and AdamW train, but this GrassMuon has {held}: load "
+                "what GrassMuon.state_dict() gave for the same model and groups"
+            )
+        state = state_dict["state"]
+        selections = {key: state.get(key, {}).get(SELECTION) for key, _ in self._selections()}
+        if missing := [key for key, selection in selections.items() if selection is None]:
+            raise ValueError(f"The state has no selection of parameters {missing}: it is not GrassMuon's")
+        for part, own in zip(self._parts, parts, strict=True):
+            part.load_state_dict(own)
+        if self.attachment is not None:
+            self.attachment.load_state_dict(dict(zip(self.attachment.layers, selections.values(), strict=True)))
+        self._join()
+
+    def _selections(self) -> Iterator[tuple[int, Any]]:
+        """What is to be saved of each converted layer, by the number of its active rows."""
+        if self.attachment is not None:
+            muon = self._parts[0].param_groups
+            numbers = {id(p): number for number, p in enumerate(p for group in muon for p in group["params"])}
+            saved = self.attachment.state_dict()
+            for name, layer in self.attachment.layers.items():
+                yield numbers[id(layer.active)], saved[name]
+
+
+class _States(ChainMap[Tensor, dict[str, Any]]):
+    """The parts' states as one; reading adds nothing to these dicts, which make an empty state of what they lack."""
+
+    def __getitem__(self, key: Tensor) -> dict[str, Any]:
+        found = next((states for states in self.maps if key in states), None)
+        return self.__missing__(key) if found is None else found[key]
+
+
+def _groups(params: Any) -> list[Group]:
+    """What an optimizer was given, as groups."""
+    if isinstance(params, nn.Module):
+        trained: list[Any] = trainable_parameters(params)
+        return [{"params": NamedByModel(trained)}]
+    if isinstance(params, Tensor):
+        raise TypeError("GrassMuon takes a model, or an iterable of parameters or groups, got a tensor")
+    params = list(params)
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    return [{**group, "params": _listed(group["params"])} for group in groups]
+
+
+def _listed(params: Any) -> list[Any]:
+    if isinstance(params, Tensor):
+        return [params]
+    return params if isinstance(params, NamedByModel) else list(params)
+
+
+def _divided(groups: list[Group], factors: dict[int, float], frozen: set[int]) -> tuple[list[Group], list[Group]]:
+    """The groups that Muon trains, and those that AdamW trains.
+
+    Args:
+        groups: those given.
+        factors: what the learning rate of active rows is multiplied by, by ``id``: a group has those of one factor.
+        frozen: weights to leave out, whose active rows train.
+    """
+    columns: list[Group] = []
+    others: list[Group] = []
+    for group in groups:
+        if foreign := sorted(group.keys() & DEFAULTS.keys() - {"lr", "weight_decay", "seed", *ADAMW}):
+            raise TypeError(
+                f"A group of GrassMuon has no setting {foreign[0]!r}: must be one of "
+                f"{', '.join(('params', 'lr', 'weight_decay', 'muon', *MUON, *ADAMW))}"
+            )
+        whole = 1.0 if group.get("muon") else None
+        items = [item for item, p in zip(group["params"], _tensors(group), strict=True) if id(p) not in frozen]
+        kinds = [factors.get(id(p), whole) for p in tensors_of(items)]
+        for kind in dict.fromkeys(kinds):
+            into, foreign_keys = (others, MUON) if kind is None else (columns, ADAMW)
+            own = [item for item, other in zip(items, kinds, strict=True) if other == kind]
+            kept = {key: value for key, value in group.items() if key not in foreign_keys}
+            into.append({**kept, "params": type(group["params"])(own), "muon": kind is not None})
+    return columns, others
+
+
+def _tensors(group: Group) -> list[Tensor]:
+    return tensors_of(group["params"])
+
+
+def _named(layers: list[CompactLayer]) -> dict[str, CompactLayer]:
+    """Layers by the labels that messages call them by; of two models' layers some may be alike."""
+    times = Counter(layer.label for layer in layers)
+    return {
+        layer.label if times[layer.label] == 1 else f"{layer.label} ({number})": layer
+        for number, layer in enumerate(layers)
+    }
+
+
+def _count(groups: list[Group]) -> int:
+    return sum(len(group["params"]) for group in groups)
+
+
+def _part(state_dict: dict[str, Any], muon: bool) -> dict[str, Any]:
+    """The part of a saved state that Muon trains, or the rest, as one of its own."""
+    groups = [group for group in state_dict["param_groups"] if group.get("muon", False) == muon]
+    number = {key: number for number, key in enumerate(key for group in groups for key in group["params"])}
+    state = {
+        number[key]: {name: each for name, each in value.items() if name != SELECTION}
+        for key, value in state_dict["state"].items()
+        if key in number
+    }
+    return {
+        "state": {key: value for key, value in state.items() if value},
+        "param_groups": [{**group, "params": [number[key] for key in group["params"]]} for group in groups],
+    }
