@@ -18,6 +18,7 @@ from grass.memory.streaming import step_seconds, visiting
 from grass.memory.sweep import Sweep
 from grass.memory.units import format_bytes
 from grass.offload.tasks import makespan
+from grass.selection.exploration import auto_scale
 
 CATEGORIES = {
     "weights": "weights",
@@ -161,6 +162,7 @@ class Report:
         setting, machine = self.setting, self.machine
         notes = ["GB are 10^9 bytes. The peak is less than the sum: gradients grow while activations shrink."]
         notes += _of_several(setting, self.gpus)
+        notes += _rates(setting, self.model)
         if setting.offload:
             how = "Streamed" if setting.stream else "Offloaded"
             notes.append(f"{how}: {', '.join(OFFLOADABLE)}; the others cannot be.")
@@ -177,6 +179,14 @@ class Report:
                 + ("" if self.tflops is None else counted)
             )
         return notes + [f"Peak of {method}: {p.peak_at}." for method, p in self.plans.items()]
+
+
+def _rates(setting: Setting, model: Architecture) -> list[str]:
+    """What compact mode multiplies AdamW's learning rate of linear layers by."""
+    sizes = {linear.size(setting.dim) for linear in model.linears}
+    factors = {auto_scale(n, setting.rank_of(n), setting.explored_of(n)) for n in sizes}
+    times = " to ".join(dict.fromkeys(f"{factor:.3g}" for factor in (min(factors), max(factors))))
+    return [f"Grass, Grass int8: linear layers train at {times} times AdamW's learning rate (scale='auto')."]
 
 
 def _of_several(setting: Setting, gpus: int) -> list[str]:

@@ -20,6 +20,8 @@ OTHER_RATES = {str(RATE), "0.003"}
 """Learning rates of embeddings, head and norms in long runs."""
 WIDTHS = {"1m": "128", "9m-wide": "320", "28m-wide": "768"}
 """Hidden size of its models."""
+WIDEST = {"200m-wide": "2,048", "800m-wide": "4,096"}
+"""Hidden size of models that ran on a GPU alone, with fewer rates."""
 OF_THE_LAW = {"lr", "scale", "rank", "explore", "compact", "autocast"}
 """Settings in which cells of the law differ."""
 
@@ -375,15 +377,17 @@ def starting_rates() -> str:
             of = losses.setdefault((row["model"], float(values.get("rank", 0.25))), {})
             of[RATE * float(values.get("scale", 1))] = float(row["loss_100"])
     best = {key: min(of, key=of.__getitem__) for key, of in losses.items()}
-    lines, last = [], (0, 0.0)
+    lines = []
     for model, hidden in WIDTHS.items():
         adam, ours = best[model, 1.0], best[model, 0.125]
         times = f"{_plain(ours)}, {ours / adam:.0f} times AdamW's"
         lines.append([hidden, _plain(adam), f"{RATE:g}", _plain(4 * adam), times, "measured"])
-        last = (int(hidden), adam)
-    for hidden in (2048, 4096):
-        adam = last[1] * last[0] / hidden
-        lines.append([f"{hidden:,}", _plain(adam), "?", _plain(4 * adam), "?", "extrapolated, as 1 / hidden size"])
+    for model, hidden in WIDEST.items():
+        tried = {linear_rate(settings_of(row)): float(row["loss_100"]) for row in _of_adamw(model)}
+        adam = min(tried, key=tried.__getitem__)
+        where = "the largest" if adam == max(tried) else "the best"
+        basis = f"{where} of {len(tried)} tried, on a GPU"
+        lines.append([hidden, _plain(adam), f"{RATE:g}", _plain(4 * adam), "not run at n/8", basis])
     heads = [
         "hidden size",
         "linear layers: `lr`",
@@ -392,6 +396,11 @@ def starting_rates() -> str:
         "best of those tried there",
     ]
     return table([*heads, "basis"], lines)
+
+
+def _of_adamw(model: str) -> list[Row]:
+    """The cells of AdamW with two rates that a GPU ran of a model."""
+    return [row for row in select("gpu/cells.csv", model) if settings_of(row).get("rank") == "1.0"]
 
 
 def _plain(rate: float) -> str:

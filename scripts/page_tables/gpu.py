@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from page_tables.exploring import WIDTHS, is_of_the_law, linear_rate
+from page_tables.exploring import WIDEST, WIDTHS, is_of_the_law, linear_rate
 from page_tables.markdown import label, number, table
 from page_tables.source import read, settings_of
 
@@ -58,7 +58,7 @@ def widths() -> str:
     """Losses of AdamW with two rates and of Grass with n/16 at eight times its rate, for wide models."""
     header = ["hidden size", "AdamW's rate of linear layers", "loss", "Grass, r = q = n/16, at eight times the rate"]
     rows = []
-    for model, hidden in (("200m-wide", "2,048"), ("800m-wide", "4,096")):
+    for model, hidden in WIDEST.items():
         cells = [row for row in read("gpu/cells.csv") if row["model"] == model]
         adamw, grass = (
             {

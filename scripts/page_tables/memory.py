@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from fractions import Fraction
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ COLUMNS: dict[str, tuple[str, str]] = {
 
 ADAMW = {"AdamW, all in bfloat16": "AdamW", "AdamW, float32 masters and moments": "AdamW float32"}
 """Rows of AdamW by their method in the planner."""
+
+LOSSES: dict[str, dict[tuple[float, float], str]] = {
+    "loss above AdamW's, float32": {(1 / 4, 1 / 4): "@768-4", (1 / 8, 1 / 8): "@768-8", (1 / 16, 1 / 16): "@768-16"},
+    "bfloat16, 8-bit moments": {(1 / 8, 1 / 32): "@768-recipe"},
+}
+"""Columns of losses, and the cells of the study by shares of the columns."""
 
 TIMES_ADAMW = ("inputs_times_adamw", "times_adamw")
 """Columns of ``saved_activations.csv``."""
@@ -113,9 +120,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def planned_shares() -> str:
-    """Gigabytes that the planner gives for shares of the columns and precisions, beside AdamW."""
+    """Gigabytes that the planner gives for shares of the columns and precisions, beside AdamW; and what losses say."""
     models = {size: load_architecture(size) for size in ("7b", "13b")}
-    header = ["r / n", "q / n", *(f"{size.upper()}, {name}" for size in models for name in PRECISIONS)]
+    header = ["r / n", "q / n", *(f"{size.upper()}, {name}" for size in models for name in PRECISIONS), *LOSSES]
 
     def gigabytes_of(method: str, **shares: float) -> list[str]:
         settings = [Setting(**shares, **precision) for precision in PRECISIONS.values()]
@@ -125,13 +132,26 @@ def planned_shares() -> str:
         [
             *(str(Fraction(share).limit_denominator(64)) for share in shares),
             *gigabytes_of("Grass", rank=shares[0], explore=shares[1]),
+            *(above_adamw(of[shares]) if shares in of else "" for of in LOSSES.values()),
         ]
         for shares in SHARES
     ]
     for name, method in ADAMW.items():
         totals = [f"{plan(method, m, Setting()).total / 1e9:.1f}" for m in models.values()]
-        lines.append([name, "", *(cell for total in totals for cell in (total, *[""] * (len(PRECISIONS) - 1)))])
+        cells = [cell for total in totals for cell in (total, *[""] * (len(PRECISIONS) - 1))]
+        lines.append([name, "", *cells, *[""] * len(LOSSES)])
     return table(header, lines)
+
+
+def above_adamw(alias: str) -> str:
+    """By how much a method's loss is above that of AdamW with two rates, seed by seed: mean, lowest and highest."""
+    theirs = _by_seed("@768-two-rates")
+    more = [loss - theirs[seed] for seed, loss in _by_seed(alias).items()]
+    return f"{fmean(more):.3f} ({min(more):.3f} to {max(more):.3f})"
+
+
+def _by_seed(alias: str) -> dict[str, float]:
+    return {row["seed"]: float(row["loss_100"]) for row in select("gpu/cells.csv", alias)}
 
 
 def planned_sharded() -> str:
