@@ -17,6 +17,7 @@ from torch.distributed import is_available
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
+from torch.utils.hooks import RemovableHandle
 
 IN_PLACE = {
     "_parameters": "A module's own table of parameters. For: to exchange one, and to read past __getattr__, which is "
@@ -127,6 +128,16 @@ def set_steps_with_scaler(optimizer: Optimizer, value: bool) -> None:
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     else:
         del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+
+
+def run_first(optimizer: Optimizer, hook: RemovableHandle) -> None:
+    """Let a step post-hook run before those that were registered earlier.
+
+    For: other hooks of an attached optimizer, which see weights as they are after the step and the user's learning
+    rates. Without it: hooks from before ``grass.attach`` see those of the middle of a step.
+    """
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(hook.id, last=False)
 
 
 def devices_of_fused_kernels() -> list[str]:

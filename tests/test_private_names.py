@@ -313,6 +313,16 @@ def test_set_steps_with_scaler():
     assert not hasattr(optimizer, "_step_supports_amp_scaling")
 
 
+def test_run_first():
+    p, order = nn.Parameter(torch.ones(())), []
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: order.append("earlier"))
+    hook = optimizer.register_step_post_hook(lambda *_: order.append("later"))
+    private_names.run_first(optimizer, hook)
+    optimizer.step()
+    assert order == ["later", "earlier"]
+
+
 def test_devices_of_fused_kernels():
     assert {"cpu", "cuda"} <= {*private_names.devices_of_fused_kernels()}
     p = nn.Parameter(torch.ones(()))

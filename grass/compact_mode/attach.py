@@ -20,6 +20,7 @@ from grass.options import SPEED_KEYS, Options, as_number, settings_of, validate
 from grass.parallel.agreement import Agreement
 from grass.parallel.ranks import Ranks, checksum
 from grass.parallel.shards import local
+from grass.private_names import run_first
 from grass.selection.exploration import explored_directions, turns
 from grass.selection.projector import Projector
 from grass.state.moments import source_rows
@@ -164,6 +165,7 @@ class Attachment:
             for hook in (self._before_step, self._after_step)
         )
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        run_first(optimizer, self._hooks[1])
 
     def close(self) -> None:
         """Let the optimizer train without Grass again: undo :func:`attach`."""
@@ -214,7 +216,7 @@ class Attachment:
             layer.prepare_step()
             if layer.reach:
                 self._before[position] = layer.rows().clone()
-            if isinstance(optimizer, torch.optim.Adafactor):
+            if type(optimizer).__name__ == "Adafactor":
                 _begin_variances(optimizer.state.get(layer.active, {}), layer)
         self._rates.begin()
 
@@ -246,7 +248,10 @@ class Attachment:
                 self._explore(layer, self._before.pop(position))
             if not layer.synced.late:
                 layer.write_back(rounding_key(self.options, position, state["step"]))
-        ranks.verify_selection(advance(every, self.options, ranks, self._carry_of))
+        chosen = advance(every, self.options, ranks, self._carry_of)
+        if chosen and isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.state.clear()  # curvature along rows that train no more
+        ranks.verify_selection(chosen)
 
     def _report_coupled_decay(self, optimizer: Optimizer) -> None:
         """Warn of weight decay that is part of the gradient: explored rows move without it."""
@@ -288,11 +293,20 @@ class Attachment:
         ]
 
     def _state_of_rows(self, layer: CompactLayer) -> list[Tensor]:
-        """This rank's part of the optimizer's state tensors that have an entry, or as many as it has, for each row."""
-        (length, others), values = _lengths(layer.active, layer), self.optimizer.state.get(layer.active, {}).values()
-        matrices = (value for value in values if isinstance(value, Tensor) and value.ndim == 2)
-        shapes = {(length, others), (length, 1)}
-        return [local(value) for value in matrices if _lengths(value, layer) in shapes]
+        """This rank's part of the optimizer's state tensors that have an entry, or as many as it has, for each row.
+
+        A vector with an entry for each row, as of a factored second moment, is a matrix whose rows have one entry.
+        """
+        (length, others), state = _lengths(layer.active, layer), self.optimizer.state.get(layer.active, {})
+        found = []
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            if value.ndim == 1 and len(value) == length and (length != others or _is_of_rows(name, layer)):
+                value = value.unsqueeze(1 - layer.dim)
+            if value.ndim == 2 and _lengths(value, layer) in {(length, others), (length, 1)}:
+                found.append(local(value))
+        return found
 
     def _empty(self, layer: CompactLayer) -> float:
         """The optimizer's state of a row that has none: zero but for Adagrad's ``initial_accumulator_value``."""
@@ -360,11 +374,20 @@ def _lengths(matrix: Tensor, layer: CompactLayer) -> tuple[int, int]:
     return matrix.shape[layer.dim], matrix.shape[1 - layer.dim]
 
 
+def _is_of_rows(name: str, layer: CompactLayer) -> bool:
+    """Whether a vector of a square matrix's state has an entry for each of the layer's rows, by its name."""
+    return ("row", "col")[layer.dim] in name
+
+
 def _begin_variances(state: State, layer: CompactLayer) -> None:
-    """Give rows without a second moment in Adafactor's state that of their gradient: its averages know no ages."""
-    variances, grad = state.get("col_var" if layer.dim == 1 else "row_var"), layer.active.grad
+    """Give rows without a second moment in Adafactor's state that of their gradient: its averages know no ages.
+
+    The state is torch's, or that of the class of this name in transformers, whose factors are vectors.
+    """
+    names = (("row_var", "exp_avg_sq_row"), ("col_var", "exp_avg_sq_col"))[layer.dim]
+    variances, grad = next((state[name] for name in names if name in state), None), layer.active.grad
     if variances is not None and grad is not None:
-        squares = grad.square().mean(1 - layer.dim, keepdim=True)
+        squares = grad.square().mean(1 - layer.dim).view(variances.shape)
         variances.copy_(torch.where(variances == 0, squares, variances))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,17 @@ from torch.optim import Optimizer
 from grass.compact_mode.layer import CompactLayer
 from grass.coverage import report_scale
 from grass.selection.exploration import auto_scale
+
+logger = logging.getLogger("grass")
+
+
+class _Usual(NamedTuple):
+    """A setting of a group, its usual value, and that for the length of a step."""
+
+    group: dict[str, Any]
+    name: str
+    usual: Any
+    multiplied: Any
 
 
 class StepRates:
@@ -29,10 +41,13 @@ class StepRates:
         ValueError: a group holds parameters that need different rates.
     """
 
+    _warned = False
+
     def __init__(self, optimizer: Optimizer, layers: Collection[CompactLayer], scale: float | str) -> None:
         self._optimizer, self._scale = optimizer, scale
         self._factors = [(layer, factor_of(layer, scale)) for layer in layers]
-        self._usual: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._usual: list[_Usual] = []
+        self._scaled: dict[tuple[int, str], Tensor] = {}
         for group in optimizer.param_groups:
             self._factor_of(group)
         if scale == "auto":
@@ -43,21 +58,40 @@ class StepRates:
         if self._scale == 1:
             return
         self.end()  # that of a step that raised an error
-        for group in self._optimizer.param_groups:
+        for number, group in enumerate(self._optimizer.param_groups):
             if (factor := self._factor_of(group)) != 1:
-                changed = {"lr": factor}
+                changes = {"lr": factor}
                 if is_decoupled(self._optimizer, group):
-                    changed["weight_decay"] = 1 / factor
-                self._usual.append((group, {name: _copied(group[name]) for name in changed}))
-                for name, times in changed.items():
-                    _set(group, name, group[name] * times)
+                    changes["weight_decay"] = 1 / factor
+                for name, times in changes.items():
+                    usual = group[name]
+                    group[name] = self._multiplied(number, name, usual, times)
+                    self._usual.append(_Usual(group, name, usual, group[name]))
+
+    def _multiplied(self, number: int, name: str, usual: Any, times: float) -> Any:
+        """A setting for the step. Of a tensor always the same other tensor: groups may share the user's.
+
+        Compiled and captured steps hold the tensor that they began with.
+        """
+        if not isinstance(usual, Tensor):
+            return usual * times
+        scaled = self._scaled.setdefault((number, name), usual.clone())
+        return scaled.copy_(usual).mul_(times)
 
     def end(self) -> None:
-        """Return to the user's rates, after a step."""
+        """Return to the user's rates, after a step; those that a hook has set meanwhile are the user's."""
         while self._usual:
-            group, values = self._usual.pop()
-            for name, value in values.items():
-                _set(group, name, value)
+            group, name, usual, multiplied = self._usual.pop()
+            if group[name] is multiplied:
+                group[name] = usual
+            elif not self._warned:
+                self._warned = True
+                logger.warning(
+                    "Grass: a hook of step() sets %r of active rows, which is then not multiplied by scale=%r in that "
+                    "step: set it in the loop, by a scheduler for example",
+                    name,
+                    self._scale,
+                )
 
     def _factor_of(self, group: dict[str, Any]) -> float:
         factor_of = {id(layer.active): factor for layer, factor in self._factors}
@@ -79,15 +113,3 @@ def is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether weight decay is not a part of the gradient."""
     known = isinstance(optimizer, (torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor))
     return known or bool(group.get("decoupled_weight_decay"))
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _set(group: dict[str, Any], name: str, value: Any) -> None:
-    """Change a setting, in place where it is a tensor, which compiled and captured steps hold."""
-    if isinstance(group[name], Tensor):
-        group[name].copy_(value)
-    else:
-        group[name] = value

@@ -150,9 +150,9 @@ class Report:
     def _sweep_seconds(self, method: str) -> float | None:
         """How long a step of a trial takes; ``None`` for a method that cannot be streamed."""
         model, setting = self.model, self.setting
-        if self.tflops is not None:
+        if self.machine is None:
+            assert self.tflops is not None
             return days(method, model, setting, setting.tokens, self.tflops) * SECONDS_OF_A_DAY
-        assert self.machine is not None
         if method not in OFFLOADABLE:
             return None
         return step_seconds(method, METHODS[method](model, setting), model, setting, self.machine)
@@ -176,7 +176,7 @@ class Report:
             notes.append(
                 f"Sweep: {sweep.trials} trials of {sweep.steps} steps. Pipelined: micro-batches of one sequence, "
                 f"{setting.batch_size} in all, and stages that are equally long."
-                + ("" if self.tflops is None else counted)
+                + ("" if self.tflops is None or machine is not None else counted)
             )
         return notes + [f"Peak of {method}: {p.peak_at}." for method, p in self.plans.items()]
 

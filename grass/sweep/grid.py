@@ -9,6 +9,7 @@ import itertools
 import json
 import pickle
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,14 +112,27 @@ def check_trial(trial: Trial, every: Iterable[Iterable[str]]) -> None:
             raise TypeError(f"The trial {described(trial)} does not take the arguments {what}: {error}") from error
 
 
-def described(trial: Trial) -> str:
-    """What tells one trial from another: a function's name, with the arguments of a ``partial``, or a ``repr``."""
-    if isinstance(trial, functools.partial):
-        arguments = [*map(repr, trial.args), *(f"{key}={value!r}" for key, value in sorted(trial.keywords.items()))]
-        return f"{described(trial.func)}({', '.join(arguments)})"
-    if name := getattr(trial, "__qualname__", None):
+def described(what: Any, depth: int = 3) -> str:
+    """What tells one trial, stop rule or argument from another: the same text in every process.
+
+    Of a function that is its name, of a method also what it belongs to, of a ``partial`` also its arguments. Of all
+    else it is the ``repr``, or class and attributes where that has an address.
+    """
+    if isinstance(what, functools.partial):
+        arguments = [
+            *(described(each, depth) for each in what.args),
+            *(f"{key}={described(each, depth)}" for key, each in sorted(what.keywords.items())),
+        ]
+        return f"{described(what.func)}({', '.join(arguments)})"
+    if isinstance(what, types.MethodType):
+        return f"{described(what.__self__, depth)}.{what.__name__}"
+    if name := getattr(what, "__qualname__", None):
         return str(name)
-    return type(trial).__qualname__ if " at 0x" in repr(trial) else repr(trial)
+    if " at 0x" not in repr(what):
+        return repr(what)
+    attributes = sorted(getattr(what, "__dict__", {}).items()) if depth else []
+    said = ", ".join(f"{key}={described(value, depth - 1)}" for key, value in attributes)
+    return f"{type(what).__qualname__}({said})" if said else type(what).__qualname__
 
 
 def plain(settings: Mapping[str, Any]) -> Settings:

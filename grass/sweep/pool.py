@@ -136,7 +136,7 @@ class Sweep:
         for record in self.journals[place.stem].read().events:
             if "again" in record:
                 ending = None
-            elif "end" in record and record.get("rule") in (None, repr(self.stop)):
+            elif "end" in record and record.get("rule") in (None, described(self.stop)):
                 ending = record
         return ending
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from grass.sweep.grid import Kind, Place, Trial
+from grass.sweep.grid import Kind, Place, Trial, described
 from grass.sweep.journal import Journal, Record
 from grass.sweep.lock import Lock
 from grass.sweep.stopping import StopRule
@@ -100,7 +100,7 @@ def judge(step: int, loss: float, rivals: list[Journal], steps: int, stop: StopR
         return None
     others = [rival.read().losses.get(step, math.nan) for rival in rivals]
     behind = stop(step, steps, loss, [other for other in others if math.isfinite(other)])
-    return {"end": "behind", "rule": repr(stop)} if behind else None
+    return {"end": "behind", "rule": described(stop)} if behind else None
 
 
 def guarded(trial: Trial, arguments: dict[str, Any]) -> Pairs:

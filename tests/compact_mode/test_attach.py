@@ -76,15 +76,26 @@ def test_all_rows_are_the_plain_model(make: Make, dim: int) -> None:
             assert relative_difference(layer.weight, plain.get_submodule(name).weight) < tolerance, name
 
 
-@pytest.mark.parametrize("explore", [0, 4])
+def adafactor_of_transformers(p: list[Tensor]) -> torch.optim.Optimizer:
+    optimization = pytest.importorskip("transformers.optimization")
+    return optimization.Adafactor(p, lr=1e-3, scale_parameter=False, relative_step=False, clip_threshold=1e9)
+
+
+@pytest.mark.parametrize("explore", [0, 4, 12])
 @pytest.mark.parametrize("policy", ["reset", "keep"])
 @pytest.mark.parametrize("dim", DIMS)
-def test_adafactor_s_new_rows_move_as_far_as_others(dim: int, policy: str, explore: int) -> None:
-    """Gradients of rows differ by 10^3, which its second moments take out: also of rows that were selected just now."""
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.Adafactor(p, lr=1e-3), adafactor_of_transformers], ids=["torch", "transformers"]
+)
+def test_adafactor_s_new_rows_move_as_far_as_others(make: Make, dim: int, policy: str, explore: int) -> None:
+    """Gradients of rows differ by 10^3, which its second moments take out: also of rows that were selected just now.
+
+    With twelve explored rows the matrix of active rows is square. Factors of transformers' class are vectors.
+    """
     scales = torch.tensor([10.0 ** (i % 4 - 2) for i in range(16)])
     layer = nn.Linear(16, 16, bias=False)
     grass.compact(layer, rank=4, explore=explore, dim=dim)
-    optimizer = torch.optim.Adafactor([layer.active], lr=1e-3)
+    optimizer = make([layer.active])
     grass.attach(optimizer, layer, update_interval=5, state_policy=policy)
     generator, moved = torch.Generator().manual_seed(0), []
     for _ in range(6):
@@ -448,6 +459,52 @@ def test_scale_says_what_it_is_and_which_groups_do_not_fit(caplog: pytest.LogCap
     with caplog.at_level("INFO", logger="grass"):
         grass.attach(apart, model, scale="auto")
     assert "projected weights: lr x 1.5 to 2 (scale='auto')" in caplog.text
+
+
+def test_groups_may_share_a_rate_that_is_a_tensor() -> None:
+    """As torch makes them of ``lr=torch.tensor(...)``; the user's tensor stays as it is."""
+    moved = []
+    for lr in (1e-2, torch.tensor(1e-2, dtype=torch.float64)):
+        model = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 8)).double()
+        for p in model.parameters():
+            nn.init.constant_(p, 0.5)
+        grass.compact(model, rank=2, explore=2, targets="all-linear")  # factors 4 and 3
+        optimizer = torch.optim.AdamW([{"params": [p]} for p in model.parameters() if p.requires_grad], lr=lr)
+        grass.attach(optimizer, model, scale="auto")
+        model(torch.ones(4, 16, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        moved.append([p.detach().clone() for p in model.parameters()])
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [1e-2] * 4
+        assert float(lr) == 1e-2
+    for ours, expected in zip(*moved, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0)  # float64: one rounding of the rate
+
+
+def test_hooks_of_the_step_see_and_set_rates(caplog: pytest.LogCaptureFixture) -> None:
+    """Post-hooks from before see the user's rate and may change it. A pre-hook's rate stays, and a warning says so."""
+    model = nn.Sequential(nn.Linear(16, 12, bias=False))
+    grass.compact(model, rank=4, explore=4, targets="all-linear")
+    optimizer = torch.optim.SGD([model[0].active], lr=0.08)
+    (group,), seen = optimizer.param_groups, []
+
+    def halve(*_: object) -> None:
+        seen.append(group["lr"])
+        group["lr"] /= 2
+
+    hook = optimizer.register_step_post_hook(halve)
+    grass.attach(optimizer, model, scale="auto")
+    for _ in range(3):
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+    assert (seen, group["lr"]) == ([0.08, 0.04, 0.02], 0.01)
+    hook.remove()
+    assert not caplog.records
+    optimizer.register_step_pre_hook(lambda *_: group.update(lr=0.5))
+    for _ in range(2):
+        optimizer.step()
+        assert group["lr"] == 0.5
+    (record,) = caplog.records
+    assert "a hook of step() sets 'lr' of active rows" in record.message
 
 
 def test_a_step_that_raises_leaves_the_rate() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,31 @@ def test_lbfgs() -> None:
 
     losses = [float(optimizer.step(closure)) for _ in range(4)]
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("policy", ["reset", "keep"])
+def test_lbfgs_forgets_curvature_at_a_refresh(policy: str) -> None:
+    """It belongs to the rows that were selected: as if the optimizer were a new one."""
+    losses = []
+    for by_hand in (False, True):
+        model = Network(torch.float64)
+        grass.compact(model, rank=3, explore=0, dim=0)
+        optimizer = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], lr=0.1, max_iter=3)
+        grass.attach(optimizer, model, update_interval=2, state_policy=policy)
+
+        def closure(model: Any = model) -> torch.Tensor:
+            model.zero_grad()
+            loss = loss_of(model, BATCH)
+            loss.backward()
+            return loss.detach()
+
+        for step in range(6):
+            losses.append(float(optimizer.step(closure)))
+            if by_hand and step % 2:
+                optimizer.state.clear()
+            assert bool(optimizer.state) == (step % 2 == 0)
+    assert losses[:6] == losses[6:]
+    assert losses[5] < losses[0]
 
 
 @pytest.mark.parametrize("restore", ["copy_", "data"])

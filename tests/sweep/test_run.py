@@ -17,7 +17,7 @@ import pytest
 import grass
 from grass.sweep import Behind, devices, run
 from grass.sweep.devices import claim_name
-from grass.sweep.grid import Kind
+from grass.sweep.grid import Kind, described
 from grass.sweep.journal import Journal
 from grass.sweep.lock import Lock
 from grass.sweep.pool import Sweep
@@ -150,6 +150,44 @@ def test_trials_that_are_behind_stop(tmp_path) -> None:
     grid = {"level": [1.0, 1.04, 1.06]}
     table = run(trials.follows, grid, out=tmp_path, steps=10, stop=Behind(0.2, after=0.5))
     assert [row["end"] for row in table] == ["done"] * 3
+
+
+def test_a_rule_may_be_a_function(tmp_path) -> None:
+    """Another process calls it by another address."""
+    table = run(trials.follows, {"level": [0.5, 2.0]}, out=tmp_path, steps=3, stop=trials.above_one)
+    assert [row["end"] for row in table] == ["done", "behind"]
+    assert (
+        len([line for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines() if "start" in line])
+        == 2
+    )
+    again = run(trials.follows, {"level": [0.5, 2.0]}, out=tmp_path, steps=3)
+    assert [row["end"] for row in again] == ["done", "done"]
+
+
+def test_objects_methods_and_functions_as_arguments_are_told_apart(tmp_path) -> None:
+    """By what they say, not by an address, which another process would not know."""
+
+    def name(trial: object) -> str:
+        return Kind(trial, 3, tmp_path).place({}).stem
+
+    one, two = trials.Level(1.0), trials.Level(2.0)
+    each = [
+        one,
+        two,
+        one.method,
+        two.method,
+        partial(trials.follows, level=math.sin),
+        partial(trials.follows, level=math.cos),
+    ]
+    each += [partial(trials.follows, level=one), partial(trials.follows, level=two), trials.follows]
+    assert len({name(trial) for trial in each}) == len(each)
+    assert name(one) == name(trials.Level(1.0))
+    assert name(partial(trials.follows, level=trials.Level(2.0).method)) == name(
+        partial(trials.follows, level=two.method)
+    )
+    assert all(" at 0x" not in described(trial) for trial in each)
+    rows = [run(trial, [{}], out=tmp_path, steps=2) for trial in (one, two, two.method)]
+    assert [row["loss"] for (row,) in rows] == [1.0, 2.0, 2.0]
 
 
 def test_two_devices_run_two_trials_at_once(tmp_path) -> None:

@@ -151,3 +151,21 @@ def sweep(out: Path) -> list[dict[str, object]]:
 
 if __name__ == "__main__":
     print(sweep(Path(sys.argv[1])))
+
+
+class Level:
+    """A trial that is an object, and the same as a method."""
+
+    def __init__(self, level: float) -> None:
+        self.level = level
+
+    def __call__(self, *, folder: Path, device: str) -> Iterator[tuple[int, float]]:
+        return follows(self.level, folder=folder, device=device)
+
+    def method(self, *, folder: Path, device: str) -> Iterator[tuple[int, float]]:
+        return self(folder=folder, device=device)
+
+
+def above_one(step: int, steps: int, loss: float, rivals: list[float]) -> bool:
+    """A rule that is a function."""
+    return loss > 1
