@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     given = {field: getattr(args, field) for field in FLAGS if getattr(args, field) is not None}
     try:
-        _check_gpus(args)
+        _check_flags(args)
         setting = Setting(
             **given,
             lora_rank=args.lora_rank,
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             dim=args.dim,
             state_policy=args.state_policy,
             moment_dtype=args.moment_dtype,
-            bank_dtype=getattr(torch, args.bank_dtype),
+            bank_dtype=getattr(torch, args.bank_dtype or "float32"),
             dtype=getattr(torch, args.dtype),
             active_dtype=getattr(torch, args.active_dtype or (args.dtype if args.fsdp else "float32")),
             checkpointing=args.checkpointing,
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             tokens=args.tokens,
             tflops=args.tflops,
             gpus=args.gpus,
-            sweep=None if args.sweep is None else Sweep.parse(args.sweep, args.devices),
+            sweep=None if args.sweep is None else Sweep.parse(args.sweep, 2 if args.devices is None else args.devices),
         )
         print(report)
         if args.offload_path is not None:
@@ -156,7 +156,7 @@ def argument_parser() -> ArgumentParser:
     add("--dim", type=int, choices=(0, 1), default=1, help="select rows or columns")
     add("--state-policy", "--policy", choices=tuple(POLICIES), default="keep", help="moments at a refresh")
     add("--moment-dtype", "--moments", choices=tuple(MOMENTS), default="float32", help="of Grass")
-    add("--bank-dtype", choices=("float32", "bfloat16"), default="float32", help="of the bank in host memory")
+    add("--bank-dtype", choices=("float32", "bfloat16"), help="of --state-policy bank in host memory; default: float32")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and arithmetic")
     add("--active-dtype", choices=DTYPES, help="of active rows and adapters; default: float32, or --dtype with --fsdp")
     checkpointing: Any = argparse.BooleanOptionalAction
@@ -198,12 +198,13 @@ def argument_parser() -> ArgumentParser:
         help="10^12 operations a second that training reaches, with --tokens or --sweep",
     )
     add("--sweep", metavar="TRIALSxSTEPS", help="hours of so many trials; with --tflops, or --stream and --machine")
-    add("--devices", type=int, default=2, help="of the sweep; default: 2")
+    add("--devices", type=int, help="of the --sweep; default: 2")
     add("--slack", type=float, default=0.02, help="allocator slack, a fraction of the peak: an assumption")
     return parser
 
 
-def _check_gpus(args: argparse.Namespace) -> None:
+def _check_flags(args: argparse.Namespace) -> None:
+    """What flags need of each other."""
     if args.gpus < 1:
         raise ValueError(f"Invalid --gpus {args.gpus}: must be >= 1")
     if args.fsdp and args.gpus == 1:
@@ -214,6 +215,12 @@ def _check_gpus(args: argparse.Namespace) -> None:
         raise ValueError("--stream plans one device: leave out --gpus (unlike devices: several --machine)")
     if args.host is not None and not (_offloads(args) or args.machine):
         raise ValueError("--host is the memory that --offload and --stream take: add one of them")
+    if args.host is not None and args.gpu is None and args.sweep is None and not args.machine:
+        raise ValueError("--host is compared with what fits a --gpu: add it")
+    if args.devices is not None and args.sweep is None:
+        raise ValueError("--devices are those of a --sweep: add it, or say --gpus")
+    if args.bank_dtype is not None and args.state_policy != "bank":
+        raise ValueError(f"--bank-dtype is of --state-policy bank, not of {args.state_policy}")
 
 
 def _offloads(args: argparse.Namespace) -> bool:

@@ -150,7 +150,7 @@ class Report:
     def _sweep_seconds(self, method: str) -> float | None:
         """How long a step of a trial takes; ``None`` for a method that cannot be streamed."""
         model, setting = self.model, self.setting
-        if self.machine is None:
+        if self.machine is None or not setting.stream:
             assert self.tflops is not None
             return days(method, model, setting, setting.tokens, self.tflops) * SECONDS_OF_A_DAY
         if method not in OFFLOADABLE:
@@ -176,7 +176,7 @@ class Report:
             notes.append(
                 f"Sweep: {sweep.trials} trials of {sweep.steps} steps. Pipelined: micro-batches of one sequence, "
                 f"{setting.batch_size} in all, and stages that are equally long."
-                + ("" if self.tflops is None or machine is not None else counted)
+                + ("" if self.tflops is None or (setting.stream and machine is not None) else counted)
             )
         return notes + [f"Peak of {method}: {p.peak_at}." for method, p in self.plans.items()]
 

@@ -143,6 +143,9 @@ def test_sizes_in_any_case(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--offload", "--host", "10MB"], "--host is compared with what fits a --gpu: add it"),
+        (["--devices", "3"], "--devices are those of a --sweep: add it, or say --gpus"),
+        (["--bank-dtype", "bfloat16"], "--bank-dtype is of --state-policy bank, not of keep"),
         (["--gpu", "40"], "Invalid size '40': must be a number with one of the units GB, GiB"),
         (["--lora-rank", "0"], "lora_rank=0: must be >= 1"),
         (["--rank", "9999"], "rank=9999: must be at most 5120"),
@@ -179,3 +182,9 @@ def test_both_ways_to_call_it(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grass-memory", *SHOWN])
     runpy.run_module("grass.memory", run_name="__main__")
     assert capsys.readouterr().out == printed
+
+
+def test_it_says_what_scale_makes_of_the_rate(capsys):
+    for rank, said in (("0.125", "4"), ("256", "8 to 21.5")):  # integers: another share of each layer's columns
+        main(["--model", "7b", "--rank", rank])
+        assert f"linear layers train at {said} times AdamW's learning rate (scale='auto')" in capsys.readouterr().out
