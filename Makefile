@@ -12,11 +12,11 @@ demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.test lint docs
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow" --durations 40
 
 # names are printed as tests end, so that a run that is cut off has said which of them failed
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "slow and not soak" -vv --no-header --disable-warnings
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "slow and not soak" -vv --no-header --disable-warnings --durations 60
 
 test-soak: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m soak -vv --no-header --disable-warnings

@@ -128,6 +128,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     fitting = next(line for line in table.splitlines() if line.startswith("fits"))
     small = ("Grass", "Grass int8", "LoRA", "QLoRA")
     assert fitting.split()[-len(METHODS) :] == ["yes" if method in small else "no" for method in METHODS]
+    main(swept := [*arguments, "--sweep", "4x100"])
+    hours = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hours")]
+    main([*swept, "--tflops", "1000"])  # copies and updates count all the same
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("hours")] == hours != []
     for wrong, words in (
         (["--model", "60m", "--cache", "1GB"], "only with --stream=True"),
         (["--model", "60m", "--stream", "--no-checkpointing"], "needs offload and checkpointing"),
