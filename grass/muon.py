@@ -221,14 +221,15 @@ class GrassMuon(Optimizer):
                 f"State of groups of {found} parameters that Muon and AdamW train, but this GrassMuon has {held}: load "
                 "what GrassMuon.state_dict() gave for the same model and groups"
             )
-        state = state_dict["state"]
-        selections = {key: state.get(key, {}).get(SELECTION) for key, _ in self._selections()}
-        if missing := [key for key, selection in selections.items() if selection is None]:
+        keys = [key for group in state_dict["param_groups"] if group.get("muon") for key in group["params"]]  # or names
+        wanted = [keys[number] for number, _ in self._selections()]
+        selections = [state_dict["state"].get(key, {}).get(SELECTION) for key in wanted]
+        if missing := [key for key, selection in zip(wanted, selections, strict=True) if selection is None]:
             raise ValueError(f"The state has no selection of parameters {missing}: it is not GrassMuon's")
         for part, own in zip(self._parts, parts, strict=True):
             part.load_state_dict(own)
         if self.attachment is not None:
-            self.attachment.load_state_dict(dict(zip(self.attachment.layers, selections.values(), strict=True)))
+            self.attachment.load_state_dict(dict(zip(self.attachment.layers, selections, strict=True)))
         self._join()
 
     def _selections(self) -> Iterator[tuple[int, Any]]:

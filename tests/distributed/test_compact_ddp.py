@@ -68,26 +68,6 @@ def test_another_optimizer_attached() -> None:
         assert_close(ours, weights(model))
 
 
-def with_muon(rank: int) -> dict[str, Tensor]:
-    model = build_muon()
-    train_jointly(DistributedDataParallel(model[0]), model[1], joint_batches())
-    return weights(model[0])
-
-
-def build_muon() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, _ = converted(torch.float64, explore=3)
-    return model, grass.GrassMuon(model, lr=1e-2, update_interval=4, selection="multinomial_norm")
-
-
-def test_muon() -> None:
-    """Muon orthogonalises in bfloat16, where another order of sums shows; ranks end equal."""
-    model, optimizer = build_muon()
-    train(model, optimizer, joint_batches())
-    first, second = run_world(with_muon, 2)
-    assert_close(first, weights(model), rtol=0, atol=2e-3)
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
-
-
 def unfrozen(rank: int) -> None:
     """A loop that has frozen a model and unfreezes all of it, before DDP and the optimizer."""
     model, _ = converted()
