@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from grass.compact_mode.attach import Attachment, attach_layers
 from grass.compact_mode.conversion import trainable_parameters
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.refresh_cycle import check_rows
 from grass.compact_mode.registry import layers_of, take_flags
 from grass.compact_mode.step_rates import factor_of
 from grass.optimizer import GrassAdamW, NamedByModel
@@ -164,13 +165,15 @@ class GrassMuon(Optimizer):
         if any(param_group is group for part in self._parts for group in part.param_groups):
             super().add_param_group(param_group)
             return
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         (group,) = _groups([param_group])
         columns, others = _divided([group], {id(layer.active): 1.0 for layer in layers_of(_tensors(group))}, set())
         held = {id(p) for own in self._parts[0].param_groups for p in own["params"]}
-        if columns or len(self._parts) == 1 or any(id(p) in held for p in _tensors(group)):
+        if columns or not others or len(self._parts) == 1 or any(id(p) in held for p in _tensors(group)):
             raise ValueError(
-                "Invalid group: it holds active rows or matrices that Muon trains, or is the first that AdamW would "
-                "train. Build a new GrassMuon of all parameters"
+                "Invalid group: it is empty, holds active rows or matrices that Muon trains, or is the first that "
+                "AdamW would train. Build a new GrassMuon of all parameters"
             )
         self._parts[1].add_param_group(others[0])
         self._join()
@@ -226,10 +229,13 @@ class GrassMuon(Optimizer):
         selections = [state_dict["state"].get(key, {}).get(SELECTION) for key in wanted]
         if missing := [key for key, selection in zip(wanted, selections, strict=True) if selection is None]:
             raise ValueError(f"The state has no selection of parameters {missing}: it is not GrassMuon's")
+        layers = {} if self.attachment is None else self.attachment.layers
+        for layer, selection in zip(layers.values(), selections, strict=True):
+            check_rows(layer, selection)
         for part, own in zip(self._parts, parts, strict=True):
             part.load_state_dict(own)
         if self.attachment is not None:
-            self.attachment.load_state_dict(dict(zip(self.attachment.layers, selections, strict=True)))
+            self.attachment.load_state_dict(dict(zip(layers, selections, strict=True)))
         self._join()
 
     def _selections(self) -> Iterator[tuple[int, Any]]:

@@ -143,6 +143,10 @@ def test_closure_and_added_groups() -> None:
     for refused in (model.mix.active, extra):
         with pytest.raises(ValueError, match=r"holds active rows|some parameters appear"):
             optimizer.add_param_group({"params": [refused]})
+    with pytest.raises(ValueError, match="Invalid group: it is empty"):
+        optimizer.add_param_group({"params": []})
+    with pytest.raises(TypeError, match="param_group must be a dict, got list"):
+        optimizer.add_param_group([extra])
     with pytest.raises(ValueError, match="Muon trains"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))], "muon": True})
     assert len(optimizer.param_groups) == 5
@@ -216,6 +220,14 @@ def test_states_of_others_are_refused() -> None:
     bare = {**before, "state": {key: {} for key in before["state"]}}
     with pytest.raises(ValueError, match=r"The state has no selection of parameters \[0, 1, 2\]"):
         optimizer.load_state_dict(bare)
+    wider = Network()
+    grass.compact(wider, rank=3, explore=2)
+    foreign = GrassMuon(wider, scale=2.0)
+    train(wider, foreign, batches(1))
+    same_groups = GrassMuon(model, scale=2.0)
+    with pytest.raises(ValueError, match="State of active rows with explore=2 for 'up' with explore=3"):
+        same_groups.load_state_dict(foreign.state_dict())
+    assert not same_groups.state
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     torch.testing.assert_close(optimizer.state_dict()["state"], before["state"], rtol=0, atol=0)
 
