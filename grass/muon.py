@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,15 +14,17 @@ from torch.distributed import ProcessGroup
 from torch.optim import Muon, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from grass.compact_mode.attach import Attachment, attach_layers
+from grass.compact_mode.attach import Attachment, attach_layers, check_attached
 from grass.compact_mode.conversion import trainable_parameters
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.refresh_cycle import check_rows
 from grass.compact_mode.registry import layers_of, take_flags
 from grass.compact_mode.step_rates import factor_of
 from grass.optimizer import GrassAdamW, NamedByModel
-from grass.options import DEFAULTS, validate
+from grass.options import DEFAULTS, Options, validate
 from grass.validation import tensors_of
+
+logger = logging.getLogger("grass")
 
 Group = dict[str, Any]
 
@@ -29,6 +33,9 @@ MUON = ("momentum", "nesterov")
 
 ADAMW = ("betas", "eps")
 """Settings of groups that AdamW trains, likewise."""
+
+SELECTING = ("scale", "update_interval", "selection", "state_policy", "seed", "refresh", "sketch_size")
+"""Settings that all groups of active rows share."""
 
 SELECTION = "selection"
 """Key, in the saved state of active rows, of which rows they are and how long they have been selected."""
@@ -123,10 +130,11 @@ class GrassMuon(Optimizer):
                 "GrassMuon got no active rows: call grass.compact(model, rank=...) before building it, or give groups "
                 "of matrices that Muon shall train whole muon=True"
             )
+        columns = [{**group, **options} for group in columns]
         muon = Muon(columns, **common, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw")
         self._parts: list[Optimizer] = [muon]
         if others:
-            self._parts.append(GrassAdamW(others, **common, betas=betas, eps=eps, seed=seed))
+            self._parts.append(GrassAdamW(others, **common, betas=betas, eps=eps))
         self.attachment: Attachment | None = None
         """Which rows are selected, and for how long; ``None`` where nothing is converted."""
         if layers:
@@ -185,9 +193,23 @@ class GrassMuon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_options()
         for part in self._parts:
             part.step()
         return loss
+
+    def _take_options(self) -> None:
+        """Go by the groups' settings, which a loop may have changed, and a loaded state."""
+        if self.attachment is None:
+            return
+        every = [{name: group[name] for name in SELECTING} for group in self._parts[0].param_groups]
+        options = every[0]
+        if differing := [name for name in SELECTING if any(each[name] != options[name] for each in every)]:
+            raise ValueError(f"Groups of active rows have different {differing[0]!r}: they share it")
+        used = self.attachment.options
+        if options != {name: getattr(used, name) for name in SELECTING}:
+            check_attached({**options, "replacement": False})
+            self.attachment.use(Options.of({**options, "replacement": False}))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and sketches of active rows that an abandoned step has left."""
@@ -232,11 +254,24 @@ class GrassMuon(Optimizer):
         layers = {} if self.attachment is None else self.attachment.layers
         for layer, selection in zip(layers.values(), selections, strict=True):
             check_rows(layer, selection)
+        self._report_replaced(parts[0]["param_groups"])
         for part, own in zip(self._parts, parts, strict=True):
             part.load_state_dict(own)
+        self._take_options()
         if self.attachment is not None:
             self.attachment.load_state_dict(dict(zip(layers, selections, strict=True)))
         self._join()
+
+    def _report_replaced(self, groups: list[Group]) -> None:
+        """Say which settings of the selection the saved ones replace."""
+        pairs = [
+            (name, ours[name], theirs[name])
+            for ours, theirs in zip(self.param_groups, groups, strict=False)
+            for name in SELECTING
+            if ours[name] != theirs[name]
+        ]
+        if replaced := dict.fromkeys(f"{name}={ours!r} by {theirs!r}" for name, ours, theirs in pairs):
+            logger.warning("Grass: load_state_dict replaces %s, as it was saved", ", ".join(replaced))
 
     def _selections(self) -> Iterator[tuple[int, Any]]:
         """What is to be saved of each converted layer, by the number of its active rows."""
@@ -260,7 +295,9 @@ def _groups(params: Any) -> list[Group]:
     """What an optimizer was given, as groups."""
     if isinstance(params, nn.Module):
         trained: list[Any] = trainable_parameters(params)
-        return [{"params": NamedByModel(trained)}]
+        named = NamedByModel(trained)
+        named.model = weakref.ref(params)  # whose frozen parameters may be unfrozen later
+        return [{"params": named}]
     if isinstance(params, Tensor):
         raise TypeError("GrassMuon takes a model, or an iterable of parameters or groups, got a tensor")
     params = list(params)
@@ -297,7 +334,10 @@ def _divided(groups: list[Group], factors: dict[int, float], frozen: set[int]) -
             into, foreign_keys = (others, MUON) if kind is None else (columns, ADAMW)
             own = [item for item, other in zip(items, kinds, strict=True) if other == kind]
             kept = {key: value for key, value in group.items() if key not in foreign_keys}
-            into.append({**kept, "params": type(group["params"])(own), "muon": kind is not None})
+            if isinstance(group["params"], NamedByModel):
+                own, model = NamedByModel(own), group["params"].model
+                own.model = model
+            into.append({**kept, "params": own, "muon": kind is not None})
     return columns, others
 
 

@@ -97,6 +97,70 @@ def test_goes_on_bit_for_bit(stopped_after: int) -> None:
     assert_same_weights(resumed, whole)
 
 
+def test_saved_settings_hold(caplog: pytest.LogCaptureFixture) -> None:
+    """As ``GrassAdamW``'s: those that the resumed optimizer was built with are replaced, and a warning names them."""
+    given = {"seed": 4, "selection": "balanced", "scale": 2.0}
+    data, (whole, optimizer) = batches(9), converted(**given)
+    train(whole, optimizer, data)
+    stopped, older = converted(**given)
+    train(stopped, older, data[:4])
+    resumed, newer = converted(scale=1.0, update_interval=50)
+    resumed.load_state_dict(stopped.state_dict())
+    newer.load_state_dict(through_file(older.state_dict()))
+    train(resumed, newer, data[4:])
+    assert_same_weights(resumed, whole)
+    (warning,) = [record.message for record in caplog.records if "load_state_dict replaces" in record.message]
+    assert "seed=0 by 4" in warning
+    assert "update_interval=50 by 3" in warning
+    assert "scale=1.0 by 2.0" in warning
+
+
+def test_settings_changed_in_the_loop() -> None:
+    model, optimizer = converted(update_interval=100)
+    first = model.mix.selected.clone()
+    for group in optimizer.param_groups:
+        group["update_interval"] = 2
+    train(model, optimizer, batches(2))
+    assert not torch.equal(model.mix.selected, first)
+    optimizer.param_groups[0]["update_interval"] = 5
+    with pytest.raises(ValueError, match="Groups of active rows have different 'update_interval': they share it"):
+        optimizer.step()
+    for group in optimizer.param_groups:
+        group["update_interval"] = 0
+    with pytest.raises(ValueError, match="Invalid update_interval=0"):
+        optimizer.step()
+
+
+def test_one_cycle_leaves_momenta() -> None:
+    model, optimizer = converted()
+    with pytest.raises(ValueError, match="cycle_momentum"):
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4, cycle_momentum=False)
+    for batch in batches(3):
+        train(model, optimizer, [batch])
+        schedule.step()
+    assert {group["lr"] for group in optimizer.param_groups} == {schedule.get_last_lr()[0]}
+
+
+def test_a_step_after_expand() -> None:
+    model, optimizer = converted()
+    train(model, optimizer, batches(1))
+    grass.expand(model)
+    with pytest.raises(RuntimeError, match=r"grass.expand\(\) has replaced the active rows"):
+        optimizer.step()
+
+
+def test_parameters_unfrozen_later_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = Network()
+    model.norm.requires_grad_(False)
+    grass.compact(model, rank=3)
+    optimizer = GrassMuon(model)
+    train(model, optimizer, batches(1))
+    model.norm.requires_grad_(True)
+    train(model, optimizer, batches(1))
+    assert "'norm.weight', 'norm.bias'" in caplog.text
+
+
 def test_groups_and_state_are_those_of_both() -> None:
     model, optimizer = converted()
     assert [group["muon"] for group in optimizer.param_groups] == [True, True, True, False]

@@ -117,13 +117,19 @@ def attach(
 
 def attach_layers(optimizer: Optimizer, layers: dict[str, CompactLayer], **options: Any) -> Attachment:
     """:func:`attach`, to the layers whose active rows an optimizer holds, by name."""
-    validate({**options, "replacement": False})
+    options["replacement"] = False
+    check_attached(options)
+    return Attachment(optimizer, layers, Options.of(options))
+
+
+def check_attached(options: dict[str, Any]) -> None:
+    """Raise ``ValueError`` or ``TypeError`` if another optimizer than :class:`grass.GrassAdamW` cannot have options."""
+    validate(options)
     if options["state_policy"] not in ("reset", "keep"):
         raise ValueError(
             f"Invalid state_policy={options['state_policy']!r}: must be 'reset' or 'keep' under another optimizer than "
             "GrassAdamW"
         )
-    return Attachment(optimizer, layers, Options.of({**options, "replacement": False}))
 
 
 class Attachment:
@@ -179,6 +185,11 @@ class Attachment:
 
     detach = close  # the earlier name, for one release
 
+    def use(self, options: Options) -> None:
+        """Go on with other options, from the next step on."""
+        self._rates.end()
+        self.options, self._rates = options, StepRates(self.optimizer, self.layers.values(), options.scale)
+
     def state_dict(self) -> dict[str, State]:
         """Selections and their ages by layer name, as tensors and plain numbers."""
         saved = {}
@@ -202,6 +213,11 @@ class Attachment:
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_added(optimizer)
+        if any(not isinstance(layer, CompactLayer) for layer in self.layers.values()):
+            raise RuntimeError(
+                "grass.expand() has replaced the active rows that this optimizer was built for: build a new one for "
+                "the parameters as they are now"
+            )
         for layer in self.layers.values():
             Owner.check(layer, optimizer)
         self._reads.check()
