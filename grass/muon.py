@@ -49,12 +49,13 @@ class GrassMuon(Optimizer):
         grass.compact(model, rank=0.25)
         optimizer = grass.GrassMuon(model, lr=1e-3)
 
-    Muon orthogonalises the update of a matrix, ``B <- momentum B + G``, ``W <- W - lr 0.2 sqrt(max(m, n)) NS(B)``: five
-    Newton-Schulz iterations bring all singular values near 1, and the factor gives the update AdamW's root mean square,
-    so that AdamW's learning rate fits (``torch.optim.Muon``, ``adjust_lr_fn="match_rms_adamw"``). The matrix is that of
-    the active rows or columns: a layer has one moment of these where AdamW has two. Explored ones move as under
-    :func:`grass.attach`, which this class uses. Norms, biases, embeddings and output heads that are not converted are
-    trained by :class:`grass.GrassAdamW` at full rank, which is AdamW.
+    Muon orthogonalises the update of a matrix: ``B <- momentum B + (1 - momentum) G`` and
+    ``W <- W - lr 0.2 sqrt(max(m, n)) NS(B)``. Five Newton-Schulz iterations bring all singular values near 1, and the
+    factor gives the update AdamW's root mean square, so that AdamW's learning rate fits (``torch.optim.Muon``,
+    ``adjust_lr_fn="match_rms_adamw"``; Liu et al., 2025, arXiv 2502.16982). The matrix is that of the active rows or
+    columns: a layer has one moment of these where AdamW has two. Explored ones move as under :func:`grass.attach`,
+    which this class uses. Norms, biases, embeddings and output heads that are not converted are trained by
+    :class:`grass.GrassAdamW` at full rank, which is AdamW.
 
     Each group that you give becomes one of active rows for each value of ``scale``, which may differ between layers,
     and one of the rest. ``param_groups`` has Muon's first; ``group["muon"]`` tells them apart. A group that you give
@@ -70,7 +71,7 @@ class GrassMuon(Optimizer):
         eps: added to AdamW's denominator.
         weight_decay: decoupled decay rate of all groups without one of their own.
         momentum: decay rate of Muon's moment.
-        nesterov: orthogonalise ``G + momentum B`` in place of ``B``.
+        nesterov: orthogonalise ``(1 - momentum) G + momentum B`` in place of ``B``.
         scale: multiplies the learning rate of active rows. ``"auto"`` is ``n / (r + q)``, as in
             :class:`grass.GrassAdamW`.
         update_interval: steps from one selection to the next.
