@@ -17,7 +17,8 @@ what                       does                                         with
                                                                         its state is saved
 ``Attachment``             trains layers by any ``torch.optim``         ``Trained``: a layer in the cycle of refreshes;
                            optimizer                                    ``Owner``: who trains it; ``Reads`` of its
-                                                                        weight by others; ``StepRates``: its ``scale``
+                                                                        weight by others; ``StepRates``: its
+                                                                        ``scale``; ``_Usual``: a rate without it
 =========================  ===========================================  =============================================
 
 The folder is not called ``compact`` because ``grass.compact`` is a function.
