@@ -41,13 +41,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--out", type=Path, default=BASE)
     parser.add_argument("--steps", type=int, default=STEPS, help="of 8 sequences of 256 tokens")
+    parser.add_argument("--float32", action="store_true", help="for a CPU without instructions for bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    print(ensure_base(args.out, steps=args.steps))
+    print(ensure_base(args.out, steps=args.steps, autocast=not args.float32))
 
 
-def ensure_base(path: Path, *, steps: int = STEPS, files: Sequence[str] | None = None) -> Path:
+def ensure_base(path: Path, *, steps: int = STEPS, files: Sequence[str] | None = None, autocast: bool = True) -> Path:
     """The directory of the base model, made now if it is not there.
 
     A second process that wants it meanwhile waits for the first. It appears complete or not at all.
@@ -56,6 +57,7 @@ def ensure_base(path: Path, *, steps: int = STEPS, files: Sequence[str] | None =
         path: for ``from_pretrained``.
         steps: to train, if it is to be made.
         files: patterns of the files to train on; by default those of :func:`other_files`.
+        autocast: compute in bfloat16, as for the losses that are committed.
 
     Raises:
         SystemExit: a signal stopped the training.
@@ -64,7 +66,7 @@ def ensure_base(path: Path, *, steps: int = STEPS, files: Sequence[str] | None =
         if not path.exists():
             unfinished = path.with_name(f"{path.name}.incomplete")
             shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
-            _pretrain(unfinished, steps, other_files() if files is None else files)
+            _pretrain(unfinished, steps, other_files() if files is None else files, autocast)
             os.replace(unfinished, path)
     return path
 
@@ -76,7 +78,7 @@ def other_files() -> list[str]:
     return [glob.escape(str(root / name)) for name in names if Path(name).parts[0] not in PACKAGES]
 
 
-def _pretrain(out: Path, steps: int, files: Sequence[str]) -> None:
+def _pretrain(out: Path, steps: int, files: Sequence[str], autocast: bool) -> None:
     train, _ = split_by_file(text_files(files))
     tokenizer = train_tokenizer(document.text for document in train)
     tokenizer.save_pretrained(out)
@@ -84,7 +86,7 @@ def _pretrain(out: Path, steps: int, files: Sequence[str]) -> None:
     model = tiny_decoder(tokenizer, max_length=data.train.seq_len)
     interval = max(1, steps // 10)
     config = TrainConfig(
-        out=out / "log", steps=steps, warmup=interval, autocast=True, eval_every=steps, log_every=interval
+        out=out / "log", steps=steps, warmup=interval, autocast=autocast, eval_every=steps, log_every=interval
     )
     result = Trainer(model, build_optimizer(model, OptimizerConfig(name="adamw", lr=LR)), data, config).run()
     if result.step < steps:

@@ -39,4 +39,4 @@ def base(tmp_path_factory, base_files):
     """A base model that has learnt next to nothing."""
     from base import ensure_base
 
-    return ensure_base(tmp_path_factory.mktemp("base") / "base", steps=10, files=base_files)
+    return ensure_base(tmp_path_factory.mktemp("base") / "base", steps=10, files=base_files, autocast=False)
