@@ -137,7 +137,7 @@ def training_arguments(cell: Cell, config: FinetuneConfig, out: str) -> Training
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
-        bf16=True,
+        bf16=cell.autocast,
         dataloader_pin_memory=False,
     )
 

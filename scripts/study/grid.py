@@ -95,7 +95,7 @@ class Cell:
             selection.
         optimizer: and its hyperparameters; its own ``seed`` is that of the cell.
         clip: largest norm of the gradient; 0 does not clip.
-        autocast: compute in bfloat16, in pretraining. ``False`` suits CPUs without instructions for it.
+        autocast: compute in bfloat16. ``False`` suits CPUs without instructions for it.
         bf16_weights: in pretraining, weights are stored in bfloat16, as by the recipes. Needs ``autocast=False``.
         final_lr: in pretraining, learning rate of the last step, as a share of the peak.
         batch_size: in pretraining, sequences of a step; ``None``: the grid's.
@@ -129,7 +129,7 @@ class Cell:
             raise ValueError(f"Invalid steps={self.steps}: must be a positive multiple of {CURVE_POINTS}")
         if self.clip < 0:
             raise ValueError(f"Invalid clip={self.clip}: must be >= 0, where 0 does not clip")
-        for name in ("autocast", "bf16_weights", "final_lr", "batch_size"):
+        for name in ("bf16_weights", "final_lr", "batch_size"):
             if self.task != "pretrain" and (value := getattr(self, name)) != getattr(Cell, name):
                 raise ValueError(f"Invalid {name}={value} for task={self.task}: only pretraining takes it")
         if self.bf16_weights and self.autocast:

@@ -135,7 +135,7 @@ def test_adapters_that_cannot_be(settings, message):
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("clip", "1, 0.5"), ("autocast", "true, false"), ("final_lr", "0.1, 0.5"), ("batch_size", "null, 2")],
+    [("clip", "1, 0.5"), ("final_lr", "0.1, 0.5"), ("batch_size", "null, 2")],
 )
 def test_a_setting_of_the_cell_is_named_where_it_is_not_the_default(grid_file, name, values):
     varied = f"set: {{lr: 0.01}}, vary: {{{name}: [{values}]}}"
