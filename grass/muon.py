@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import ChainMap, Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,17 +13,16 @@ from torch.distributed import ProcessGroup
 from torch.optim import Muon, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from grass.compact_mode.attach import Attachment, attach_layers, check_attached
+from grass.compact_mode.attach import Attachment, attach_layers, attached_options
 from grass.compact_mode.conversion import trainable_parameters
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.refresh_cycle import check_rows
 from grass.compact_mode.registry import layers_of, take_flags
 from grass.compact_mode.step_rates import factor_of
 from grass.optimizer import GrassAdamW, NamedByModel
-from grass.options import DEFAULTS, Options, validate
+from grass.options import DEFAULTS, validate
+from grass.state_dict import report_replaced
 from grass.validation import tensors_of
-
-logger = logging.getLogger("grass")
 
 Group = dict[str, Any]
 
@@ -209,8 +207,7 @@ class GrassMuon(Optimizer):
             raise ValueError(f"Groups of active rows have different {differing[0]!r}: they share it")
         used = self.attachment.options
         if options != {name: getattr(used, name) for name in SELECTING}:
-            check_attached({**options, "replacement": False})
-            self.attachment.use(Options.of({**options, "replacement": False}))
+            self.attachment.use(attached_options(options))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and sketches of active rows that an abandoned step has left."""
@@ -228,8 +225,9 @@ class GrassMuon(Optimizer):
             first, saved = _count(groups), part.state_dict()
             state |= {first + key: value for key, value in saved["state"].items()}
             groups += [{**group, "params": [first + key for key in group["params"]]} for group in saved["param_groups"]]
-        for key, selection in self._selections():
-            state[key] = {**state.get(key, {}), SELECTION: selection}
+        if self.attachment is not None:
+            for key, selection in zip(self._numbers(), self.attachment.state_dict().values(), strict=True):
+                state[key] = {**state.get(key, {}), SELECTION: selection}
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -248,14 +246,14 @@ class GrassMuon(Optimizer):
                 "what GrassMuon.state_dict() gave for the same model and groups"
             )
         keys = [key for group in state_dict["param_groups"] if group.get("muon") for key in group["params"]]  # or names
-        wanted = [keys[number] for number, _ in self._selections()]
+        wanted = [keys[number] for number in self._numbers()]
         selections = [state_dict["state"].get(key, {}).get(SELECTION) for key in wanted]
         if missing := [key for key, selection in zip(wanted, selections, strict=True) if selection is None]:
             raise ValueError(f"The state has no selection of parameters {missing}: it is not GrassMuon's")
         layers = {} if self.attachment is None else self.attachment.layers
         for layer, selection in zip(layers.values(), selections, strict=True):
             check_rows(layer, selection)
-        self._report_replaced(parts[0]["param_groups"])
+        report_replaced(zip(self.param_groups, parts[0]["param_groups"], strict=False), SELECTING)
         for part, own in zip(self._parts, parts, strict=True):
             part.load_state_dict(own)
         self._take_options()
@@ -263,25 +261,12 @@ class GrassMuon(Optimizer):
             self.attachment.load_state_dict(dict(zip(layers, selections, strict=True)))
         self._join()
 
-    def _report_replaced(self, groups: list[Group]) -> None:
-        """Say which settings of the selection the saved ones replace."""
-        pairs = [
-            (name, ours[name], theirs[name])
-            for ours, theirs in zip(self.param_groups, groups, strict=False)
-            for name in SELECTING
-            if ours[name] != theirs[name]
-        ]
-        if replaced := dict.fromkeys(f"{name}={ours!r} by {theirs!r}" for name, ours, theirs in pairs):
-            logger.warning("Grass: load_state_dict replaces %s, as it was saved", ", ".join(replaced))
-
-    def _selections(self) -> Iterator[tuple[int, Any]]:
-        """What is to be saved of each converted layer, by the number of its active rows."""
-        if self.attachment is not None:
-            muon = self._parts[0].param_groups
-            numbers = {id(p): number for number, p in enumerate(p for group in muon for p in group["params"])}
-            saved = self.attachment.state_dict()
-            for name, layer in self.attachment.layers.items():
-                yield numbers[id(layer.active)], saved[name]
+    def _numbers(self) -> list[int]:
+        """Which of the parameters each converted layer's active rows are."""
+        muon = self._parts[0].param_groups
+        numbers = {id(p): number for number, p in enumerate(p for group in muon for p in group["params"])}
+        layers = [] if self.attachment is None else self.attachment.layers.values()
+        return [numbers[id(layer.active)] for layer in layers]
 
 
 class _States(ChainMap[Tensor, dict[str, Any]]):

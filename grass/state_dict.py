@@ -8,7 +8,7 @@ master, therefore bypasses it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,7 +96,7 @@ class Loading:
         for ours, theirs in pairs:
             theirs["shard_bank"] = ours["shard_bank"]  # of these processes, not of those that saved
             validate({**optimizer.defaults, **theirs})
-        _report_replaced([(ours, {**optimizer.defaults, **theirs}) for ours, theirs in pairs])
+        report_replaced([(ours, {**optimizer.defaults, **theirs}) for ours, theirs in pairs], ROW_KEYS)
         return {**bare, "param_groups": groups}
 
     def _finish(self, optimizer: Optimizer) -> None:
@@ -168,9 +168,9 @@ class Loading:
         }
 
 
-def _report_replaced(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def report_replaced(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]], keys: Sequence[str]) -> None:
     """Say which settings of groups the saved ones replace: torch loads hyperparameters, too."""
-    changed = ((key, ours, theirs) for ours, theirs in pairs for key in ROW_KEYS if ours[key] != theirs[key])
+    changed = ((key, ours, theirs) for ours, theirs in pairs for key in keys if ours[key] != theirs[key])
     replaced = dict.fromkeys(f"{key}={ours[key]!r} by {theirs[key]!r}" for key, ours, theirs in changed)
     if replaced:
         logger.warning("Grass: load_state_dict replaces %s, as it was saved", ", ".join(replaced))

@@ -117,19 +117,23 @@ def attach(
 
 def attach_layers(optimizer: Optimizer, layers: dict[str, CompactLayer], **options: Any) -> Attachment:
     """:func:`attach`, to the layers whose active rows an optimizer holds, by name."""
-    options["replacement"] = False
-    check_attached(options)
-    return Attachment(optimizer, layers, Options.of(options))
+    return Attachment(optimizer, layers, attached_options(options))
 
 
-def check_attached(options: dict[str, Any]) -> None:
-    """Raise ``ValueError`` or ``TypeError`` if another optimizer than :class:`grass.GrassAdamW` cannot have options."""
+def attached_options(options: dict[str, Any]) -> Options:
+    """The options of :func:`attach`, checked.
+
+    Raises:
+        TypeError, ValueError: another optimizer than :class:`grass.GrassAdamW` cannot have them.
+    """
+    options = {**options, "replacement": False}
     validate(options)
     if options["state_policy"] not in ("reset", "keep"):
         raise ValueError(
             f"Invalid state_policy={options['state_policy']!r}: must be 'reset' or 'keep' under another optimizer than "
             "GrassAdamW"
         )
+    return Options.of(options)
 
 
 class Attachment:

@@ -15,6 +15,7 @@ from torch.optim import Adafactor, AdamW, Optimizer
 from grass import GrassAdamW, GrassMuon, Offload, compact, param_groups
 from grass.coverage import silent
 from grass.extras import optional
+from grass.muon import SELECTING
 from grass.options import DEFAULTS, Options, validate
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,6 @@ READS = {
     **dict.fromkeys(("galore", "apollo", "fira"), _LOW_RANK),
 }
 """Which of Grass's options the other optimizers read. ``seed`` is the run's too."""
-
-ATTACHED = ("scale", "update_interval", "selection", "state_policy", "seed", "refresh", "sketch_size")
-"""What :class:`grass.GrassMuon` takes besides."""
 
 GRASS = Options()
 """The defaults of :class:`grass.GrassAdamW`."""
@@ -122,7 +120,7 @@ class OptimizerConfig:
     @property
     def unread(self) -> list[str]:
         """The options with other values than their defaults that this optimizer does not read."""
-        read = READS.get(self.name, {"rank", *DEFAULTS}) | ({"rank", "explore", *ATTACHED} if self.compact else set())
+        read = READS.get(self.name, {"rank", *DEFAULTS}) | ({"rank", "explore", *SELECTING} if self.compact else set())
         options = {"rank", *DEFAULTS} - read
         return sorted(f.name for f in fields(self) if f.name in options and getattr(self, f.name) != f.default)
 
@@ -240,7 +238,7 @@ def _adamw8bit(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 def _muon(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     if config.compact:
         convert(model, config=config)
-        options = {name: config.grass[name] for name in ATTACHED if name in config.grass} | {"seed": config.seed}
+        options = {name: config.grass[name] for name in SELECTING if name in config.grass} | {"seed": config.seed}
         return GrassMuon(model, **config.common, **options)
     with silent():
         projected, *rest = param_groups(model, config.rank)
