@@ -2,8 +2,7 @@ r"""Finetune a pretrained model with AdamW, Grass or adapters (LoRA, DoRA, rsLoR
 
 Sequence classification: a task of GLUE by name, or any dataset with a column or two of text and one of labels:
 
-    python scripts/finetune.py classify --model roberta-base --task sst2 --method grass --compact --rank 0.125 \
-        --lr 3e-5 --out runs/sst2
+    python scripts/finetune.py classify --model roberta-base --task sst2 --lr 3e-5 --out runs/sst2
     python scripts/finetune.py classify --model roberta-base --dataset csv --data-files train=reviews.csv \
         --columns title body --label stars --out runs/reviews
 
@@ -18,13 +17,13 @@ are trained on:
 A model larger than the device, whose layers visit it one by one:
 
     python scripts/finetune.py instruct --model mistralai/Mistral-7B-v0.3 --dataset tatsu-lab/alpaca --packed \
-        --dtype bfloat16 --compact --rank 256 --active-dtype float32 --offload --stream --lr 5e-5 --out runs/mistral
+        --dtype bfloat16 --rank 256 --active-dtype float32 --offload --stream --lr 5e-5 --out runs/mistral
 
 Without a network, `--model tiny` makes a tokenizer and a small model on the spot, and the data are by default the
 docstrings of the Python standard library: which package is this one from? What does this function do?
 
-    python scripts/finetune.py classify --model tiny --method grass --compact --lr 2e-3 --out runs/docstrings
-    python scripts/finetune.py instruct --model tiny --method grass --compact --lr 2e-3 --packed --out runs/signatures
+    python scripts/finetune.py classify --model tiny --lr 2e-3 --out runs/docstrings
+    python scripts/finetune.py instruct --model tiny --lr 2e-3 --packed --out runs/signatures
 
 Every other flag is one of transformers.TrainingArguments: --num-train-epochs 3, --per-device-train-batch-size 16,
 --gradient-accumulation-steps 4, --gradient-checkpointing, --warmup-steps 100, --resume-from-checkpoint DIR, ...
@@ -50,8 +49,7 @@ from training.data.docstrings import docstrings, docstrings_of_signatures
 from training.finetune import classification, instructions
 from training.finetune.run import ADAPTERS, METHODS, DatasetSource, FinetuneTask, make_trainer, write_log
 from training.finetune.tiny import tiny_decoder, tiny_encoder, train_tokenizer
-from training.run.flags import add_optimizer_flags, from_flags, split_and_path
-from training.run.optimizers import OptimizerConfig
+from training.run.flags import add_optimizer_flags, from_flags, optimizer_from_flags, split_and_path
 from training.run.setup import write_setup
 
 DEFAULTS = {
@@ -76,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
         if not args.overwrite:
             check_new(args.out, arguments)
         name = "grass" if args.method == "grass" else "adamw"
-        optimizer = from_flags(OptimizerConfig, args, name=name)
+        optimizer = optimizer_from_flags(args, name)
         task = instruct(args) if args.kind == "instruct" else classify(args)
         trainer = make_trainer(task, args.method, optimizer, arguments, streams=args.stream)
     except ValueError as error:

@@ -3,7 +3,7 @@ r"""Pretrain a LLaMA from scratch.
 The embedded corpus (the Python standard library, as bytes) needs no download:
 
     python scripts/pretrain.py --model 1m --steps 500 --out runs/adamw --optimizer adamw --lr 3e-3
-    python scripts/pretrain.py --model 1m --steps 500 --out runs/grass --optimizer grass --lr 3e-3 --rank 0.25 --compact
+    python scripts/pretrain.py --model 1m --steps 500 --out runs/grass --optimizer grass --lr 3e-3
 
 Stop it with Ctrl-C or SIGTERM, or lose the machine: the same command with --resume goes on from the newest checkpoint.
 
@@ -11,31 +11,31 @@ Own text files, or any dataset of the Hugging Face hub as a stream:
 
     python scripts/pretrain.py --text-files 'books/**/*.txt' --eval-files 'held-out/*.txt' --out runs/books
     python scripts/pretrain.py --model 60m --dataset allenai/c4 --subset en --tokenizer t5-base --seq-len 256 \
-        --batch-size 64 --accumulate 8 --steps 10000 --dtype bf16 --rank 128 --out runs/c4
+        --batch-size 64 --accumulate 8 --steps 10000 --dtype bf16 --out runs/c4
     python scripts/pretrain.py --dataset json --data-files train=a.jsonl validation=b.jsonl --tokenizer t5-base \
         --out runs/json
 
 With the optimizer's state in host memory; a resumed run may add or drop --offload:
 
-    python scripts/pretrain.py --model 60m --compact --rank 0.125 --offload --out runs/offload
+    python scripts/pretrain.py --model 60m --offload --out runs/offload
 
 A model larger than the device, whose layers visit it one by one; a resumed run may add or drop --stream too:
 
-    python scripts/pretrain.py --model 60m --compact --rank 0.125 --offload --stream --out runs/stream
+    python scripts/pretrain.py --model 60m --offload --stream --out runs/stream
 
 On several processes, by DDP or, with --fsdp, by FSDP2; batches are per process:
 
-    torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --compact --rank 0.125 --out runs/ddp
-    torchrun --nproc-per-node 2 --max-restarts 3 scripts/pretrain.py --compact --fsdp --resume --out runs/fsdp
+    torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --out runs/ddp
+    torchrun --nproc-per-node 2 --max-restarts 3 scripts/pretrain.py --fsdp --resume --out runs/fsdp
 
 On processes of unlike speed, which are measured; or sequences of each in a batch. A stream cannot be dealt:
 
-    torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --compact --rank 0.125 --deal auto --out runs/uneven
-    torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --compact --rank 0.125 --deal 11 5 --out runs/uneven
+    torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --deal auto --out runs/uneven
+    torchrun --nproc-per-node 2 scripts/pretrain.py --model 60m --deal 11 5 --out runs/uneven
 
 A run on files goes on on any number of processes, if a step has as many sequences:
 
-    python scripts/pretrain.py --model 60m --compact --rank 0.125 --batch-size 16 --out runs/uneven --resume
+    python scripts/pretrain.py --model 60m --batch-size 16 --out runs/uneven --resume
 
 The run's directory holds metrics.csv, TensorBoard logs, checkpoints, and at the end the model for from_pretrained.
 """
@@ -62,7 +62,7 @@ from grass.memory.units import size
 from training.data.blocks import DataConfig
 from training.data.loading import load_data
 from training.run.checkpoint import CheckpointStore, export_model
-from training.run.flags import add_optimizer_flags, from_flags, share, split_and_path
+from training.run.flags import add_optimizer_flags, from_flags, optimizer_from_flags, share, split_and_path
 from training.run.loop import Result, TrainConfig, Trainer
 from training.run.models import build_llama
 from training.run.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer, convert
@@ -89,9 +89,9 @@ def run(parser: ArgumentParser, args: argparse.Namespace, processes: Processes) 
         train_config = from_flags(TrainConfig, args, autocast=args.dtype == "autocast", warmup=warmup)
         shard = processes.rank, processes.size
         data_config = from_flags(DataConfig, args, data_files=dict(args.data_files) or None, shard=shard)
-        optimizer_config = from_flags(OptimizerConfig, args, name=args.optimizer)
+        optimizer_config = optimizer_from_flags(args, args.optimizer)
         checkpoints = checkpoint_store(args, optimizer_config)
-        check_processes(args, processes)
+        check_flags(args, processes)
         data = load_data(data_config)
         config = llama_config(args.model, vocab_size=data.vocab_size, max_seq_len=args.seq_len)
         model, optimizer = build(args, config, optimizer_config, processes.device)
@@ -135,13 +135,15 @@ def build(
 
 def prepare_layer(args: argparse.Namespace, optimizer: OptimizerConfig, layer: nn.Module, number: int) -> None:
     """Convert and shard a decoder layer before the next one is made: no device has to hold the whole model."""
-    if args.compact:
+    if optimizer.compact:
         convert(layer, number, config=optimizer)
     if args.fsdp:
         shard_module(layer)
 
 
-def check_processes(args: argparse.Namespace, processes: Processes) -> None:
+def check_flags(args: argparse.Namespace, processes: Processes) -> None:
+    if args.step_in_backward and args.mode == "compact":
+        raise ValueError("--step-in-backward takes dense mode, --mode dense: compact mode forms no full gradients")
     if args.fsdp and not (dist.is_initialized() or dist.is_torchelastic_launched()):
         raise ValueError("--fsdp shards the model over processes: torchrun --nproc-per-node N scripts/pretrain.py ...")
     if args.stream and (args.fsdp or processes.size > 1):

@@ -16,8 +16,8 @@ training=(
     --lr 3e-4 --clip 1.0
     --seq-len 2048 --steps 100000 --warmup 2000 --eval-every 1000 --save-every 1000
 )
-grass=(--optimizer grass --compact --active-dtype bfloat16 --stochastic-rounding --moment-dtype 8bit)
-offloaded=(--optimizer grass --compact --active-dtype bfloat16 --stochastic-rounding --offload)
+grass=(--optimizer grass --active-dtype bfloat16 --stochastic-rounding --moment-dtype 8bit)
+offloaded=(--optimizer grass --active-dtype bfloat16 --stochastic-rounding --offload)
 c4=(--dataset allenai/c4 --subset en --tokenizer t5-base)
 smoke=(
     --model "${smoke_model:-1m}" --rank 16 --explore 4 --seq-len 64 --batch-size 2 --accumulate 2 --chunked-loss 48 --update-interval 2

@@ -16,5 +16,5 @@ for flag in "$@"; do
 done
 exec "${PYTHON:-python}" scripts/finetune.py instruct --out runs/finetune_7b_8gb "${data[@]}" \
     --packed --max-length 1024 --per-device-train-batch-size 2 --gradient-accumulation-steps 8 --num-train-epochs 1 \
-    --dtype bfloat16 --method grass --compact --rank 256 --active-dtype float32 --offload --stream --lr 5e-5 \
+    --dtype bfloat16 --method grass --rank 256 --active-dtype float32 --offload --stream --lr 5e-5 \
     ${flags[@]+"${flags[@]}"} ${last[@]+"${last[@]}"}

@@ -18,8 +18,8 @@ NAMES = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "finetune.py"
 main = NAMES["main"]
 METHODS = {
     "adamw": ["--method", "adamw"],
-    "dense": ["--method", "grass", "--dim", "1"],
-    "compact": ["--method", "grass", "--compact", "--state-policy", "keep", "--selection", "multinomial_norm"],
+    "dense": ["--mode", "dense", "--dim", "1"],
+    "compact": ["--method", "grass", "--rank", "0.25", "--state-policy", "keep", "--selection", "multinomial_norm"],
     "lora": ["--method", "lora", "--rank", "4"],
 }
 SHORT = ["--max-length", "32", "--per-device-train-batch-size", "8", "--disable-tqdm", "True", "--logging-steps", "1"]
@@ -136,7 +136,7 @@ def test_trainer_flags_reach_the_trainer(tmp_path, files):
     ("flags", "message"),
     [
         (["--method", "lora"], "Invalid rank=0.25 for lora: must be an integer"),
-        (["--method", "adamw", "--compact"], "compact=True with name=adamw"),
+        (["--method", "adamw", "--mode", "compact"], "compact=True with name=adamw"),
         (["--rank", "0"], "rank=0: must be an integer >= 1"),
         (["--number-of-epochs", "3"], r"not used by the HfArgumentParser: ['--number-of-epochs', '3']"),
         (["--task", "glue"], "argument --task: invalid choice: 'glue'"),

@@ -19,14 +19,14 @@ EVENTS = 16
 PARAMETERS = 38
 """Of the model, with norms, embedding and head, at least."""
 COMMON = ("--steps", str(STEPS), "--save-every", "3", "--eval-every", "5", "--lr", "3e-3")
-GRASS = ("--optimizer", "grass", "--rank", "0.25", "--dim", "1", "--update-interval", "4")
+GRASS = ("--optimizer", "grass", "--mode", "dense", "--rank", "0.25", "--dim", "1", "--update-interval", "4")
 SAMPLED = ("--selection", "multinomial_norm", "--weight-decay", "0.1")
 RUNS = {
     "adamw": ("--optimizer", "adamw"),
     "reset": (*GRASS, "--state-policy", "reset", "--warmup-after-refresh", "3"),
     "keep": (*GRASS, *SAMPLED, "--state-policy", "keep", "--replacement"),
     "bank": (*GRASS, *SAMPLED, "--state-policy", "bank"),
-    "compact": (*GRASS, *SAMPLED, "--state-policy", "keep", "--compact"),
+    "compact": (*GRASS, *SAMPLED, "--state-policy", "keep", "--mode", "compact"),
     "bank-bf16": (*GRASS, *SAMPLED, "--state-policy", "bank", "--dtype", "bf16", "--accumulate", "2"),
 }
 

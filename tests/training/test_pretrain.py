@@ -67,7 +67,7 @@ def test_clipping_changes_the_run_and_not_the_reported_norm(tmp_path):
 
 
 def test_stepping_in_backward_gives_the_same_run_and_resumes(tmp_path):
-    flags = ["--clip", "0", "--explore", "0.25", "--update-interval", "2"]
+    flags = ["--mode", "dense", "--clip", "0", "--explore", "0.25", "--update-interval", "2"]
     ordinary = pretrain(tmp_path / "ordinary", *flags)
     assert pretrain(tmp_path / "ours", *flags, "--step-in-backward")[EXACT].equals(ordinary[EXACT])
     pretrain(tmp_path / "parts", *flags, "--step-in-backward", "--save-every", "3")
@@ -78,7 +78,7 @@ def test_stepping_in_backward_gives_the_same_run_and_resumes(tmp_path):
 
 
 def test_stepping_in_backward_clips_each_parameter(tmp_path):
-    flags = ["--step-in-backward", "--update-interval", "2", "--clip"]
+    flags = ["--mode", "dense", "--step-in-backward", "--update-interval", "2", "--clip"]
     free, clipped = (pretrain(tmp_path / clip, *flags, clip) for clip in ("0", "0.01"))
     assert clipped["grad_norm"].iloc[0] == free["grad_norm"].iloc[0] > 0.01
     assert clipped["loss"].iloc[-1] != free["loss"].iloc[-1]
@@ -90,7 +90,7 @@ def test_stepping_in_backward_clips_each_parameter(tmp_path):
         pytest.param(["--optimizer", "adamw"], marks=pytest.mark.slow),
         pytest.param(["--optimizer", "grass"], marks=pytest.mark.slow),
         pytest.param(["--optimizer", "grass", "--dtype", "bf16"], marks=pytest.mark.slow),
-        ["--compact", "--selection", "multinomial_norm", "--state-policy", "bank", "--accumulate", "2"],
+        ["--selection", "multinomial_norm", "--state-policy", "bank", "--accumulate", "2"],
     ],
     ids=" ".join,
 )
@@ -198,9 +198,14 @@ def test_peers_cannot_be_resumed_and_say_so(tmp_path, optimizer, capsys):
         (["--clip", "-1"], "clip=-1.0: must be >= 0"),
         (["--step-in-backward", "--accumulate", "2"], "accumulate=2: must be 1 with step_in_backward=True"),
         (["--step-in-backward", "--optimizer", "adamw"], "step_in_backward=True takes grass's optimizer, got AdamW"),
-        (["--step-in-backward", "--compact"], "step_in_backward takes dense mode"),
+        (["--step-in-backward"], "--step-in-backward takes dense mode, --mode dense"),
         (["--offload", "--optimizer", "galore"], "offload=True with name=galore: must be one of adamw, grass"),
-        (["--offload", "--step-in-backward"], "step_in_backward takes an optimizer whose state is on the device"),
+        (
+            ["--mode", "dense", "--offload", "--step-in-backward"],
+            "step_in_backward takes an optimizer whose state is on the device",
+        ),
+        (["--replacement"], "draws without replacement: --mode dense"),
+        (["--mode", "compact", "--optimizer", "adamw"], "compact=True with name=adamw"),
         (["--rank", "0"], "rank=0: must be an integer >= 1"),
         (["--rank", "1.25"], "rank=1.25: must be an integer >= 1 or a fraction in (0, 1]"),
         (["--batch-size", "0"], "batch_size=0: must be >= 1"),

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 from grass.memory import Architecture, Setting, parse_bytes, plan
 from grass.memory.llama import LlamaShape, llama_config
 from tests.training.runs import PRETRAIN
-from training.run.flags import from_flags
-from training.run.optimizers import OptimizerConfig
+from training.run.flags import optimizer_from_flags
 
 ROOT = PRETRAIN.parents[1]
 pretrain = runpy.run_path(str(PRETRAIN))
@@ -39,7 +38,7 @@ def test_fits_the_gpu_of_its_name(recipe):
     size, memory = re.fullmatch(name, recipe.stem).groups()
     size = size.replace("_", "-")
     assert (args.model, args.dataset, args.dtype) == (size, "allenai/c4", "bf16")
-    assert args.compact == (args.optimizer == "grass") == ("adamw" not in recipe.stem)
+    assert optimizer_from_flags(args, args.optimizer).compact == ("adamw" not in recipe.stem)
     assert args.stream == (size in ("30b", "30b-a3b", "70b"))
     assert args.offload == ("offload" in recipe.stem or args.stream)
     assert (args.checkpointing, args.seq_len) == (True, 2048)
@@ -51,7 +50,7 @@ def test_says_what_is_planned(recipe):
     args, plan, row = planned_and_said(recipe, "docs/offload.md")
     memory = re.search(r"_(\d+)gb_", recipe.stem)[1]
     assert row.endswith(f"| {memory} GB | {plan.on_host / 1e9:.0f} GB |")
-    if args.compact:
+    if args.optimizer == "grass":
         assert f"rank {args.rank} |" in row
 
 
@@ -79,7 +78,7 @@ def test_builds_at_full_size(recipe):
     args = pretrain["argument_parser"]().parse_args(flags(recipe))
     args.stream, args.host_activations, args.cache = False, False, 0  # which do not change what is built
     plan, config = planned(args)
-    options = from_flags(OptimizerConfig, args, name=args.optimizer)
+    options = optimizer_from_flags(args, args.optimizer)
     with FakeTensorMode():
         model, optimizer = pretrain["build"](args, config, options, torch.device("cpu"))
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))

@@ -14,7 +14,13 @@ from grass.selection import available_rules
 from training.run.optimizers import GRASS, OptimizerConfig
 
 CONFIG = OptimizerConfig()
-"""The scripts' defaults."""
+"""The scripts' defaults, but of ``--mode`` and ``--rank``: see :func:`optimizer_from_flags`."""
+
+WITH_MODES = ("grass", "muon")
+"""Optimizers of which the scripts use compact mode unless told otherwise."""
+
+COMPACT_RANK = 0.125
+"""``--rank`` of grass in compact mode, which explores as many columns as it selects."""
 
 AddFlag = Callable[..., Any]
 """``add_argument`` of a parser or of one of its groups."""
@@ -26,12 +32,25 @@ def from_flags(cls: type[Any], args: argparse.Namespace, **others: Any) -> Any:
     return cls(**{name: getattr(args, name) for name in names} | others)
 
 
+def optimizer_from_flags(args: argparse.Namespace, name: str) -> OptimizerConfig:
+    """The configuration of optimizer ``name``; ``args.mode`` and ``args.rank`` become what they are by default."""
+    args.mode = args.mode or ("compact" if name in WITH_MODES else "dense")
+    compact = args.mode == "compact"
+    if args.rank is None:
+        args.rank = COMPACT_RANK if compact and name == "grass" else CONFIG.rank
+    config: OptimizerConfig = from_flags(OptimizerConfig, args, name=name, compact=compact)
+    return config
+
+
 def add_optimizer_flags(add: AddFlag) -> None:
     """Hyperparameters of :class:`training.run.optimizers.OptimizerConfig` except its name."""
     add("--lr", type=float, default=CONFIG.lr, help="peak learning rate")
     add("--weight-decay", type=float, default=CONFIG.weight_decay, help="decoupled")
     add("--betas", type=float, nargs=2, default=CONFIG.betas, help=DECLARED["betas"].metadata["meaning"])
-    add("--rank", type=number, default=CONFIG.rank, help="an integer, or a fraction of the dimension")
+    modes = "grass, muon: never form full gradients, the default, or form them; dim auto is 1 in compact mode"
+    add("--mode", choices=("compact", "dense"), help=modes)
+    rank = f"an integer, or a fraction of the dimension; default: {COMPACT_RANK} of compact grass, else {CONFIG.rank}"
+    add("--rank", type=number, help=rank)
     interval = f"steps between changes of the projection; default: {GRASS.update_interval}"
     add("--update-interval", type=int, help=interval)
     add("--scale", type=float, help="of the projected weights' update; default: grass n / (r + q), galore 0.25")
@@ -39,9 +58,8 @@ def add_optimizer_flags(add: AddFlag) -> None:
         add_option(add, name)
     for name in ("shard_bank", "stochastic_rounding", "warmup_after_refresh"):
         add_option(add, name)
-    add("--compact", action="store_true", help="grass, muon: never form full gradients; dim auto is then 1")
-    add("--active-dtype", choices=("float32", "bfloat16"), help="--compact: of active rows; default: the weights'")
-    add("--weights", choices=("int8",), help="--compact: precision of frozen weights; default: --dtype")
+    add("--active-dtype", choices=("float32", "bfloat16"), help="compact: of active rows; default: the weights'")
+    add("--weights", choices=("int8",), help="compact: precision of frozen weights; default: --dtype")
     add(
         "--offload",
         action="store_true",
