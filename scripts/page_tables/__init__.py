@@ -36,7 +36,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "study_speed": speed.study_speed,
     "memory": memory.memory,
     "planned_shares": memory.planned_shares,
-    "planned_gpus": memory.planned_gpus,
+    "planned_gpus": setups.planned_gpus,
     "planned_sharded": memory.planned_sharded,
     "saved_activations": memory.saved_activations,
     "models": models.models,

@@ -162,17 +162,3 @@ def planned_sharded() -> str:
         found.setdefault(f"LLaMA {row['model']}", {})[row["method"]] = cell
     methods = next(iter(found.values()))
     return table(["", *methods], ([size, *(cells[m] for m in methods)] for size, cells in found.items()))
-
-
-def planned_gpus() -> str:
-    """Gigabytes that the planner gives for each of several GPUs which FSDP2 divides a model among."""
-    methods = [("AdamW float32", 1 / 8), ("AdamW", 1 / 8), ("Grass", 1 / 8), ("Grass", 1 / 16)]
-    lines = []
-    for size in ("7b", "13b", "30b", "70b"):
-        model = load_architecture(size)
-        for gpus in (2, 4, 8):
-            settings = [Setting(rank=share, active_dtype=torch.bfloat16, shards=gpus) for _, share in methods]
-            totals = [plan(m, model, s).total / 1e9 for (m, _), s in zip(methods, settings, strict=True)]
-            lines.append([size.upper(), str(gpus), *(f"{total:.0f} GB" for total in totals)])
-    names = ["AdamW, float32 parameters and moments", "AdamW, all in bfloat16"]
-    return table(["LLaMA", "GPUs", *names, "Grass, r = q = n/8", "Grass, r = q = n/16"], lines)

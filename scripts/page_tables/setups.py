@@ -14,7 +14,8 @@ import torch
 
 from grass.memory import Architecture, Plan, Setting, plan
 from grass.memory.duration import days
-from grass.memory.llama import llama_config
+from grass.memory.llama import LLAMA_SHAPES, llama_config
+from grass.memory.models import load_architecture
 from grass.selection.exploration import auto_scale
 from page_tables.markdown import table
 
@@ -23,6 +24,10 @@ RECIPES = sorted((SCRIPTS / "recipes").glob("pretrain_*.sh"))
 T5_VOCABULARY = 32_100
 BILLION, TFLOPS = 1e9, 100.0
 """What the column of days is for: tokens, and 10^12 floating-point operations a second that training reaches."""
+
+
+LEARNING_RATES = {"7b": 3e-4, "13b": 3e-4, "30b": 1.5e-4, "70b": 1.5e-4}
+"""Of the recipes, by size."""
 
 
 def flags(recipe: Path, *arguments: str) -> list[str]:
@@ -91,7 +96,7 @@ def setups() -> str:
                 f"{gpu} GB",
                 f"`{recipe.name}`",
                 f"{columns[0]:,} + {columns[1]} of {hidden:,}" if grass else "AdamW, all",
-                f"{args.lr * factor:.1g}" if factor != 1 else f"{args.lr:g}",
+                f"{args.lr * factor:.2g}" if factor != 1 else f"{args.lr:g}",
                 f"{found.total / 1e9:.0f} GB",
                 f"{found.on_host / 1e9:.0f} GB" if found.on_host else "",
                 f"{days(method, model, setting, BILLION, TFLOPS):.1f}",
@@ -100,3 +105,22 @@ def setups() -> str:
     order = sorted(rows, key=lambda row: (float(row[0].split("B")[0]), int(row[1].split()[0])))
     heads = ["LLaMA", "GPU", "recipe", "r + q", "rate of linear layers", "planned", "host memory", "days"]
     return table(heads, order)
+
+
+def planned_gpus() -> str:
+    """What the planner gives for each of several GPUs which FSDP2 divides a model among, and the days that all take."""
+    methods = [("AdamW float32", 1 / 8), ("AdamW", 1 / 8), ("Grass", 1 / 8), ("Grass", 1 / 16)]
+    lines = []
+    for size, lr in LEARNING_RATES.items():
+        model, hidden = load_architecture(size), LLAMA_SHAPES[size].hidden_size
+        for gpus in (2, 4, 8):
+            settings = [Setting(rank=share, active_dtype=torch.bfloat16, shards=gpus) for _, share in methods]
+            totals = [plan(m, model, s).total / 1e9 for (m, _), s in zip(methods, settings, strict=True)]
+            took = days("Grass", model, settings[2], BILLION, TFLOPS) / gpus
+            rank = hidden // 8
+            columns = f"{rank:,} + {rank:,} of {hidden:,}"
+            rate = f"{lr * auto_scale(hidden, rank, rank):.2g}"
+            lines.append([size.upper(), str(gpus), *(f"{x:.0f} GB" for x in totals), columns, rate, f"{took:.1f}"])
+    names = ["AdamW, float32 parameters and moments", "AdamW, all in bfloat16"]
+    grass = ["Grass, r = q = n/8", "Grass, r = q = n/16"]
+    return table(["LLaMA", "GPUs", *names, *grass, "r + q at n/8", "rate of linear layers", "days"], lines)

@@ -71,6 +71,8 @@ def finetune(cell: Cell, config: FinetuneConfig, base: Path) -> dict[str, Any] |
 def trained_model(task: FinetuneTask, cell: Cell) -> nn.Module:
     """The task's model as the cell trains it: with an adapter or without, with all that is not projected or without."""
     model, others = task.model, not_projected(task.model)
+    if cell.task == "classify":  # its head is new
+        others = [parameter for parameter in others if parameter is not model.score.weight]
     if cell.adapter is not None:
         with seeded(cell.seed, torch.device("cpu")):
             model = add_adapters(model, cell.adapter, cell.adapter_rank or 0, classification=cell.task == "classify")

@@ -101,7 +101,8 @@ class Cell:
         batch_size: in pretraining, sequences of a step; ``None``: the grid's.
         adapter: in finetuning, one of :data:`training.finetune.run.ADAPTERS`, which AdamW trains.
         adapter_rank: its rank.
-        only_projected: in finetuning, embeddings, norms and head are frozen. With an adapter, ``False`` trains them.
+        only_projected: in finetuning, embeddings, norms and head are frozen, but for a classifier's head, which is new.
+            With an adapter, ``False`` trains them.
     """
 
     task: str = "pretrain"
