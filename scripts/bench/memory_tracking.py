@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,9 @@ from grass.stepping import compact, dense
 
 sys.path.append(str(Path(__file__).parents[1]))
 from training.run.models import enable_checkpointing
+
+Snapshot = dict[Any, int]
+"""Bytes by kind of reference, and ``"Total"``."""
 
 
 class TrackedMemory(NamedTuple):
@@ -61,7 +64,7 @@ def track(
     runs compiled and has temporaries only where it does not.
     """
     prepare(method)
-    with nullcontext() if real else _fake_tensors(), set_stance("force_eager"):
+    with nullcontext() if real else fake_tensors(), set_stance("force_eager"):
         model: Any = AutoModelForCausalLM.from_config(with_causal_attention(config), dtype=setting.dtype)  # type: ignore[no-untyped-call]
         optimizer = BUILDERS[method](model, setting, 2 if refresh else 200)
         model.train()
@@ -69,20 +72,14 @@ def track(
             enable_checkpointing(model)
         if setting.chunk_tokens:
             chunk_loss(model, setting.chunk_tokens)
-        _make_state(optimizer, real)
+        make_state(optimizer, real)
         ids = torch.zeros(setting.batch_size, setting.seq_len, dtype=torch.long)
-        tracker = _WholeModelTracker()
-        sketches = [t for m in model.modules() if isinstance(m, CompactLayer) for t in (m.sketch, m.signs)]
-        tracker.track_external(model, optimizer, *(t for t in sketches if t is not None))
-        _skip_frozen(tracker, model)
-        with tracker:
-            loss = model(input_ids=ids, labels=ids, shift_labels=ids).loss
-            forward = _snapshot(tracker, "current")
-            loss.backward()
-            backward = _snapshot(tracker, "current")
-            if (real or not refresh) and method != "8-bit AdamW":
-                optimizer.step()
-        peak = _snapshot(tracker, "peak")
+        forward, backward, peak = tracked_step(
+            model,
+            optimizer,
+            {"input_ids": ids, "labels": ids, "shift_labels": ids},
+            steps=(real or not refresh) and method != "8-bit AdamW",
+        )
     state = state_bytes(optimizer)
     return TrackedMemory(
         weights_and_active_rows=peak[_MemRefType.PARAM] + peak[_MemRefType.BUFFER],
@@ -94,8 +91,29 @@ def track(
     )
 
 
+def tracked_step(
+    model: nn.Module, optimizer: Optimizer, batch: Mapping[str, Tensor], *, steps: bool = True
+) -> tuple[Snapshot, Snapshot, Snapshot]:
+    """Bytes after the forward and after the backward of a step, and at the largest moment; the state exists before.
+
+    ``steps=False`` ends with backward.
+    """
+    tracker = _WholeModelTracker()
+    sketches = [t for m in model.modules() if isinstance(m, CompactLayer) for t in (m.sketch, m.signs)]
+    tracker.track_external(model, optimizer, *(t for t in sketches if t is not None))
+    _skip_frozen(tracker, model)
+    with tracker:
+        loss = model(**batch).loss
+        forward = _snapshot(tracker, "current")
+        loss.backward()
+        backward = _snapshot(tracker, "current")
+        if steps:
+            optimizer.step()
+    return forward, backward, _snapshot(tracker, "peak")
+
+
 @contextmanager
-def _fake_tensors() -> Iterator[None]:
+def fake_tensors() -> Iterator[None]:
     """A fake mode in which all experts have tokens, and with a cache of 8-bit levels of its own.
 
     Fake levels must not outlive it, nor real ones enter it.
@@ -124,7 +142,7 @@ class _WholeModelTracker(MemTracker):  # type: ignore[no-untyped-call]
 _NONE: Any = {}
 
 
-def _make_state(optimizer: Optimizer, real: bool) -> None:
+def make_state(optimizer: Optimizer, real: bool) -> None:
     """Make the state by one step."""
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -141,5 +159,5 @@ def _skip_frozen(tracker: MemTracker, model: nn.Module) -> None:
             tracker._param_to_grad_hook_handles[p] = handles
 
 
-def _snapshot(tracker: MemTracker, kind: str) -> dict[Any, int]:
+def _snapshot(tracker: MemTracker, kind: str) -> Snapshot:
     return tracker.get_tracker_snapshot(kind)[torch.device("cpu")]

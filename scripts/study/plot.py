@@ -5,7 +5,7 @@
 ``quality_lr.png`` has the sweeps, ``quality_curves.png`` the curves at the full horizon, ``quality_wide.png`` those of
 the widest model. The left half of a picture of curves is at equal tokens. In its right half every method's tokens take
 the time that `speed.csv`, or for the widest model `speed_wide.csv`, says. ``quality_frontier.png`` has the widest
-model's losses in the long runs of a GPU, against memory.
+model's losses in the long runs of a GPU, against memory (`tracked_memory.csv`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 import pandas as pd
@@ -22,9 +23,12 @@ from run import DIRECTORY
 from tables import method_name, read_cells, step_seconds, study_rows
 
 sys.path.append(str(Path(__file__).parents[1]))
-from page_tables.exploring import by_method
+from page_tables.exploring import AtBest, by_method
 
 from grass.command_line import ArgumentParser
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SWEEP, FINAL, WIDE = "learning rate", "final", ("width", "widest")
 """Names of the studies that are drawn as sweeps and as curves."""
@@ -43,8 +47,8 @@ FRONTIER = {
     "Grass compact, r = 1/8 n, q = 1/32 n, bf16, 8-bit moments": "Grass, recipe",
 }
 """The methods that it shows, and their labels; AdamW has one rate."""
-TICKS = (20, 50, 100, 200, 400)
-"""Megabytes that its axis names."""
+TICKS = ((20, 50, 100, 200, 400), (400, 500, 600, 700, 800))
+"""Megabytes that its axes name."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -66,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         plot_curves(best_of_the_widest(cells, timed), timed, args.out / "quality_wide.png")
     gpu = directory.parent / "gpu" / "cells.csv"
     if gpu.exists():
-        plot_frontier(read_cells(gpu), args.out / "quality_frontier.png")
+        plot_frontier(read_cells(gpu), pd.read_csv(directory / "tracked_memory.csv"), args.out / "quality_frontier.png")
 
 
 def best_of_the_widest(cells: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame:
@@ -79,27 +83,40 @@ def best_of_the_widest(cells: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame
     return cells[cells["settings"].isin({settings for _, settings in means.groupby("method").idxmin()})]
 
 
-def plot_frontier(cells: pd.DataFrame, path: Path) -> None:
-    """Loss against gradients and optimizer state: mean of the seeds, and the lowest and the highest of them."""
+def plot_frontier(cells: pd.DataFrame, tracked: pd.DataFrame, path: Path) -> None:
+    """Loss against gradients and optimizer state, and against the tracked peak of a step with weights and activations.
+
+    A point is the mean of the seeds, its bar the lowest and the highest of them.
+    """
     from matplotlib import pyplot as plt
 
     long = cells[(cells["model"] == WIDEST) & (cells["steps"] == LONG_STEPS)].astype(str)
     methods = by_method(long.to_dict("records"))
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for method, label in FRONTIER.items():
+    peaks = tracked[tracked["task"] == "pretrain"].set_index("method")["peak_mb"]
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True, layout="constrained")
+    for method in FRONTIER:
         if method in methods:
-            losses = [float(row[CURVE[-1]]) for row in methods[method].rows]
-            mean, megabytes = fmean(losses), methods[method].megabytes
-            spread = [[mean - min(losses)], [max(losses) - mean]]
-            color, fill = "C0" if "compact" in method else "C1", "none" if len(losses) == 1 else None
-            axes.errorbar(megabytes, mean, spread, fmt="o", color=color, mfc=fill, capsize=3)
-            axes.annotate(label, (megabytes, mean), xytext=(7, 5), textcoords="offset points")
-    axes.set(xscale="log", xlabel="gradients and optimizer state, MB", ylabel="held-out loss, nats per byte")
-    axes.set_xticks(TICKS, TICKS)
-    axes.minorticks_off()
-    axes.set_xlim(TICKS[0] * 0.8, TICKS[-1] * 1.2)
-    axes.grid(alpha=0.3)
+            _draw_point(panels[0], method, methods[method].megabytes, methods[method])
+            if method in peaks:
+                _draw_point(panels[1], method, peaks[method], methods[method])
+    panels[0].set_ylabel("held-out loss, nats per byte")
+    labels = ("gradients and optimizer state, MB", "all memory of a step, MB")
+    for axes, label, ticks in zip(panels, labels, TICKS, strict=True):
+        axes.set(xscale="log", xlabel=label)
+        axes.set_xticks(ticks, ticks)
+        axes.minorticks_off()
+        axes.set_xlim(ticks[0] * 0.8, ticks[-1] * 1.2)
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
+
+
+def _draw_point(axes: Axes, method: str, megabytes: float, of: AtBest) -> None:
+    losses = [float(row[CURVE[-1]]) for row in of.rows]
+    mean = fmean(losses)
+    color, fill = "C0" if "compact" in method else "C1", "none" if len(losses) == 1 else None
+    spread = [[mean - min(losses)], [max(losses) - mean]]
+    axes.errorbar(megabytes, mean, spread, fmt="o", color=color, mfc=fill, capsize=3)
+    axes.annotate(FRONTIER[method], (megabytes, mean), xytext=(7, 5), textcoords="offset points")
 
 
 def plot_sweeps(cells: pd.DataFrame, path: Path) -> None:
