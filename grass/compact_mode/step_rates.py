@@ -95,7 +95,8 @@ class StepRates:
 
     def _factor_of(self, group: dict[str, Any]) -> float:
         factor_of = {id(layer.active): factor for layer, factor in self._factors}
-        factors = sorted({factor_of.get(id(p), 1.0) for p in group["params"]})
+        frozen = {id(layer.own_weight()) for layer, _ in self._factors}  # as where a loop gives model.parameters()
+        factors = sorted({factor_of.get(id(p), 1.0) for p in group["params"] if id(p) not in frozen})
         if len(factors) > 1:
             raise ValueError(
                 f"Invalid scale={self._scale!r}: a group of {type(self._optimizer).__name__} holds parameters whose "
@@ -110,6 +111,7 @@ def factor_of(layer: CompactLayer, scale: float | str) -> float:
 
 
 def is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether weight decay is not a part of the gradient."""
-    known = isinstance(optimizer, (torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor))
-    return known or bool(group.get("decoupled_weight_decay"))
+    """Whether weight decay is not a part of the gradient. An ``AdamW`` of another library is known by its name."""
+    known = isinstance(optimizer, (torch.optim.Muon, torch.optim.Adafactor))
+    named = any("AdamW" in cls.__name__ for cls in type(optimizer).__mro__)
+    return known or named or bool(group.get("decoupled_weight_decay"))

@@ -387,6 +387,10 @@ def test_fused_step_that_a_scaler_skips(overflowing: int, selection: str) -> Non
         torch.testing.assert_close(trained[1].get_submodule(name).weight, layer.weight, rtol=1e-9, atol=1e-12)
 
 
+class PagedAdamW8bit(torch.optim.SGD):
+    """An optimizer that another library calls an AdamW; without gradients it takes no decay off active rows."""
+
+
 @pytest.mark.parametrize(
     ("make", "strength"),
     [
@@ -395,8 +399,9 @@ def test_fused_step_that_a_scaler_skips(overflowing: int, selection: str) -> Non
         (lambda p: torch.optim.Muon(p, lr=0.1, weight_decay=0.2), 0.02),
         (lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.2), 0.02),
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.2), 0.0),
+        (lambda p: PagedAdamW8bit(p, lr=0.1, weight_decay=0.2), 0.02),
     ],
-    ids=["AdamW", "Adam", "Muon", "Adafactor", "SGD"],
+    ids=["AdamW", "Adam", "Muon", "Adafactor", "SGD", "AdamW of another library"],
 )
 def test_decoupled_decay_of_explored_rows(make: Make, strength: float) -> None:
     """As strong as for selected rows on average: a row is explored in ``q`` of ``n - r`` steps."""
@@ -418,6 +423,21 @@ SCALED: dict[str, Callable[[list[Tensor], float, float], torch.optim.Optimizer]]
     "SGD": lambda p, lr, decay: torch.optim.SGD(p, lr=lr, momentum=0.9),
     "Muon": lambda p, lr, decay: torch.optim.Muon(p, lr=lr, weight_decay=decay),
 }
+
+
+def test_scale_passes_over_the_frozen_weights_of_converted_layers() -> None:
+    """As in ``AdamW(model.parameters())``: with the active rows alone in their group it is the same."""
+    weights = []
+    for every in (True, False):
+        torch.manual_seed(0)
+        layer = nn.Linear(12, 8, bias=False)
+        grass.compact(layer, rank=3, explore=3)
+        optimizer = torch.optim.AdamW(layer.parameters() if every else [layer.active])
+        grass.attach(optimizer, layer, scale="auto")
+        layer.active.grad = torch.ones_like(layer.active)
+        optimizer.step()
+        weights.append(layer.weight)
+    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize("scale", ["auto", 2.0])
