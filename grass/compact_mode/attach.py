@@ -325,8 +325,21 @@ class Attachment:
             if value.ndim == 1 and len(value) == length and (length != others or _is_of_rows(name, layer)):
                 value = value.unsqueeze(1 - layer.dim)
             if value.ndim == 2 and _lengths(value, layer) in {(length, others), (length, 1)}:
-                found.append(local(value))
+                found.append(self._exchangeable(name, local(value)))
         return found
+
+    def _exchangeable(self, name: str, state: Tensor) -> Tensor:
+        """State of active rows, if its elements are numbers and no codes whose scales are shared by blocks.
+
+        Raises:
+            ValueError: they are codes.
+        """
+        if state.is_floating_point() and not hasattr(state, "__tensor_flatten__"):
+            return state
+        raise ValueError(
+            f"{type(self.optimizer).__name__} holds {name!r} of active rows as {type(state).__name__} of "
+            f"{state.dtype}, whose rows cannot be exchanged: train them with GrassAdamW(model, moment_dtype='8bit')"
+        )
 
     def _empty(self, layer: CompactLayer) -> float:
         """The optimizer's state of a row that has none: zero but for Adagrad's ``initial_accumulator_value``."""

@@ -425,6 +425,39 @@ SCALED: dict[str, Callable[[list[Tensor], float, float], torch.optim.Optimizer]]
 }
 
 
+class Codes(torch.optim.SGD):
+    """An optimizer whose state of a parameter is one byte for each element, as of 8-bit AdamW."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("state1", torch.zeros_like(p, dtype=torch.uint8))
+        return super().step(closure)
+
+
+def test_codes_of_moments_are_refused_in_the_first_step() -> None:
+    """Blocks of rows share a scale: exchanged and zeroed codes would stand for other moments."""
+    layer = nn.Linear(12, 8, bias=False)
+    grass.compact(layer, rank=3)
+    optimizer = Codes([layer.active], lr=0.1)
+    grass.attach(optimizer, layer)
+    layer.active.grad = torch.ones_like(layer.active)
+    with pytest.raises(ValueError, match=r"Codes holds 'state1' of active rows as Tensor of torch.uint8"):
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_states_of_tensor_subclasses_are_refused_in_the_first_step() -> None:
+    torchao = pytest.importorskip("torchao.optim")
+    layer = nn.Linear(256, 256, bias=False)
+    grass.compact(layer, rank=0.25)
+    optimizer = torchao.AdamW8bit([layer.active])
+    grass.attach(optimizer, layer)
+    layer.active.grad = torch.ones_like(layer.active)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(ValueError, match="as OptimState8bit of"):
+        optimizer.step()
+
+
 def test_scale_passes_over_the_frozen_weights_of_converted_layers() -> None:
     """As in ``AdamW(model.parameters())``: with the active rows alone in their group it is the same."""
     weights = []
