@@ -18,7 +18,8 @@ what                       does                                         with
 ``Attachment``             trains layers by any ``torch.optim``         ``Trained``: a layer in the cycle of refreshes;
                            optimizer                                    ``Owner``: who trains it; ``Reads`` of its
                                                                         weight by others; ``StepRates``: its
-                                                                        ``scale``; ``_Usual``: a rate without it
+                                                                        ``scale``; ``_Usual``: a rate without it;
+                                                                        ``RowState``: what it remembers of rows
 =========================  ===========================================  =============================================
 
 The folder is not called ``compact`` because ``grass.compact`` is a function.

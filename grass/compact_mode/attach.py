@@ -14,6 +14,7 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import Trained, adopt, advance, arm, check_rows, resume, take_over
 from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_seeds
+from grass.compact_mode.row_state import RowState, begin_variances
 from grass.compact_mode.step_rates import StepRates, is_decoupled
 from grass.coverage import report_decay
 from grass.options import SPEED_KEYS, Options, as_number, settings_of, validate
@@ -157,6 +158,7 @@ class Attachment:
         if by := next((layer.divided_by for layer in self.layers.values() if layer.divided_by), None):
             raise ValueError(f"attach() does not take layers that {by} divides: train them with GrassAdamW")
         self._rates = StepRates(optimizer, self.layers.values(), options.scale)
+        self._row_state = RowState(optimizer)
         report_decay(optimizer.param_groups, {id(layer.active) for layer in self.layers.values()})
         self._report_coupled_decay(optimizer)
         self.states: dict[str, State] = {}
@@ -237,7 +239,7 @@ class Attachment:
             if layer.reach:
                 self._before[position] = layer.rows().clone()
             if type(optimizer).__name__ == "Adafactor":
-                _begin_variances(optimizer.state.get(layer.active, {}), layer)
+                begin_variances(optimizer.state.get(layer.active, {}), layer)
         self._rates.begin()
 
     def _check_added(self, optimizer: Optimizer) -> None:
@@ -264,6 +266,7 @@ class Attachment:
         self._reads.watch(self.layers.values(), stepped)
         for layer, state, position, *_ in every:
             state["step"] += 1
+            self._row_state.check(layer)
             if position in self._before and layer.active.grad is not None:
                 self._explore(layer, self._before.pop(position))
             if not layer.synced.late:
@@ -286,7 +289,8 @@ class Attachment:
     def _report_lost_state(self) -> None:
         """Warn if the optimizer has state of rows, and the attachment has seen none of the steps that made it."""
         layers = self.layers.values()
-        if any(bool((value != self._empty(layer)).any()) for layer in layers for value in self._state_of_rows(layer)):
+        held = ((self._row_state.empty(layer), self._row_state.tensors(layer)) for layer in layers)
+        if any(bool((value != empty).any()) for empty, values in held for value in values):
             logger.warning(
                 "Grass: %s has state of selected columns from steps that this attachment has not seen. If it was "
                 "loaded, load what attachment.state_dict() gave too, which Trainer does not save: otherwise the state "
@@ -311,39 +315,6 @@ class Attachment:
             Trained(layer, self.states[name], index, layer.active.grad)
             for index, (name, layer) in enumerate(self.layers.items())
         ]
-
-    def _state_of_rows(self, layer: CompactLayer) -> list[Tensor]:
-        """This rank's part of the optimizer's state tensors that have an entry, or as many as it has, for each row.
-
-        A vector with an entry for each row, as of a factored second moment, is a matrix whose rows have one entry.
-        """
-        (length, others), state = _lengths(layer.active, layer), self.optimizer.state.get(layer.active, {})
-        found = []
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                continue
-            if value.ndim == 1 and len(value) == length and (length != others or _is_of_rows(name, layer)):
-                value = value.unsqueeze(1 - layer.dim)
-            if value.ndim == 2 and _lengths(value, layer) in {(length, others), (length, 1)}:
-                found.append(self._exchangeable(name, local(value)))
-        return found
-
-    def _exchangeable(self, name: str, state: Tensor) -> Tensor:
-        """State of active rows, if its elements are numbers and no codes whose scales are shared by blocks.
-
-        Raises:
-            ValueError: they are codes.
-        """
-        if state.is_floating_point() and not hasattr(state, "__tensor_flatten__"):
-            return state
-        raise ValueError(
-            f"{type(self.optimizer).__name__} holds {name!r} of active rows as {type(state).__name__} of "
-            f"{state.dtype}, whose rows cannot be exchanged: train them with GrassAdamW(model, moment_dtype='8bit')"
-        )
-
-    def _empty(self, layer: CompactLayer) -> float:
-        """The optimizer's state of a row that has none: zero but for Adagrad's ``initial_accumulator_value``."""
-        return float(self._group_of(layer).get("initial_accumulator_value", 0.0))
 
     def _group_of(self, layer: CompactLayer) -> dict[str, Any]:
         """The optimizer's group that holds the active rows."""
@@ -372,8 +343,8 @@ class Attachment:
         explored = layer.explored_part(before)
         factor = max(0.0, 1 - self._decay_of(layer) * turns(layer.shape[dim], *layer.counts()))
         layer.explored_part(rows).copy_(factor * explored - torch.cat(moves, dim))
-        empty = self._empty(layer)
-        for value in self._state_of_rows(layer):
+        empty = self._row_state.empty(layer)
+        for value in self._row_state.tensors(layer):
             layer.explored_part(value).fill_(empty)
 
     def _carry_of(self, item: Trained) -> Carry:
@@ -381,8 +352,8 @@ class Attachment:
         layer = item.layer
 
         def carry(old: Projector | None, new: Projector, resting: Tensor | None = None) -> None:
-            among, empty = resting if self.options.state_policy == "reset" else None, self._empty(layer)
-            for value in self._state_of_rows(layer):
+            among, empty = resting if self.options.state_policy == "reset" else None, self._row_state.empty(layer)
+            for value in self._row_state.tensors(layer):
                 selected = layer.selected_part(value)
                 if old is None or (among is None and self.options.state_policy == "reset"):
                     selected.fill_(empty)
@@ -400,28 +371,6 @@ def _skipped(optimizer: Optimizer) -> bool:
     """Whether ``GradScaler`` has told the optimizer, which then stepped nothing, that a gradient overflowed."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
-
-
-def _lengths(matrix: Tensor, layer: CompactLayer) -> tuple[int, int]:
-    """How many rows of the layer's kind a matrix has, and how long they are."""
-    return matrix.shape[layer.dim], matrix.shape[1 - layer.dim]
-
-
-def _is_of_rows(name: str, layer: CompactLayer) -> bool:
-    """Whether a vector of a square matrix's state has an entry for each of the layer's rows, by its name."""
-    return ("row", "col")[layer.dim] in name
-
-
-def _begin_variances(state: State, layer: CompactLayer) -> None:
-    """Give rows without a second moment in Adafactor's state that of their gradient: its averages know no ages.
-
-    The state is torch's, or that of the class of this name in transformers, whose factors are vectors.
-    """
-    names = (("row_var", "exp_avg_sq_row"), ("col_var", "exp_avg_sq_col"))[layer.dim]
-    variances, grad = next((state[name] for name in names if name in state), None), layer.active.grad
-    if variances is not None and grad is not None:
-        squares = grad.square().mean(1 - layer.dim).view(variances.shape)
-        variances.copy_(torch.where(variances == 0, squares, variances))
 
 
 def _parameters_of(optimizer: Optimizer) -> int:

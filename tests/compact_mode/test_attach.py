@@ -458,6 +458,56 @@ def test_states_of_tensor_subclasses_are_refused_in_the_first_step() -> None:
         optimizer.step()
 
 
+class Remembering(torch.optim.SGD):
+    """An optimizer that remembers something of each parameter from before its first step."""
+
+    def __init__(self, params: list[Tensor], remember: Callable[[Tensor], object]) -> None:
+        self.remember = remember
+        super().__init__(params, lr=1e-3, momentum=0.9)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("memory", self.remember(p.detach()))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("remember", "message"),
+    [
+        (lambda p: p.clone(), "a copy of active rows"),  # the x0 of MADGRAD, the z of Schedule-Free
+        (lambda p: p.flatten()[::11].clone(), "a copy of active rows"),  # Prodigy's slices
+        (lambda p: p.T @ p, "a matrix over active rows"),  # Shampoo's
+        (lambda p: [p @ p.T, p.T @ p], "a matrix over active rows"),  # SOAP's
+        (lambda p: torch.zeros_like(p), None),
+        (lambda p: [p @ p.T], None),  # of the other dimension
+        (lambda p: p.mean(), None),
+    ],
+)
+def test_state_that_other_rows_cannot_take_over(remember: Callable[[Tensor], object], message: str | None) -> None:
+    layer = nn.Linear(64, 24, bias=False)
+    grass.compact(layer, rank=16)
+    optimizer = Remembering([layer.active], remember)
+    grass.attach(optimizer, layer)
+    layer.active.grad = torch.randn_like(layer.active)
+    if message is None:
+        optimizer.step()
+        return
+    with pytest.raises(ValueError, match=f"Remembering holds 'memory', {message}"):
+        optimizer.step()
+
+
+def test_momentum_is_no_copy_where_the_gradient_is_the_weight() -> None:
+    """As with a loss of half the squared norm."""
+    layer = nn.Linear(64, 24, bias=False)
+    grass.compact(layer, rank=16)
+    optimizer = torch.optim.SGD([layer.active], lr=0.1, momentum=0.9)
+    grass.attach(optimizer, layer)
+    layer.active.grad = layer.active.detach().clone()
+    optimizer.step()
+    assert optimizer.state[layer.active]["momentum_buffer"].any()
+
+
 def test_scale_passes_over_the_frozen_weights_of_converted_layers() -> None:
     """As in ``AdamW(model.parameters())``: with the active rows alone in their group it is the same."""
     weights = []
