@@ -20,7 +20,7 @@ from grass.options import (
     check_value,
 )
 from grass.state import policies
-from training.run.flags import add_optimizer_flags
+from training.run.flags import add_optimizer_flags, optimizer_from_flags
 from training.run.optimizers import OptimizerConfig
 
 
@@ -74,14 +74,33 @@ def test_view_of_a_group() -> None:
     assert Options.of({"seed": 3}) == Options(seed=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "mode", "rank"),
+    [
+        ("grass", [], "compact", 0.125),
+        ("grass", ["--mode", "dense"], "dense", 0.25),
+        ("grass", ["--rank", "16"], "compact", 16),
+        ("muon", [], "compact", 0.25),
+        ("adamw", [], "dense", 0.25),
+    ],
+)
+def test_scripts_train_in_compact_mode_by_default(name: str, words: list[str], mode: str, rank: float) -> None:
+    parser = ArgumentParser("")
+    add_optimizer_flags(parser.add_argument)
+    args = parser.parse_args(words)
+    config = optimizer_from_flags(args, name)
+    assert (config.name, config.compact, config.rank) == (name, mode == "compact", rank)
+    assert (args.mode, args.rank) == (mode, rank), "what a resumed run is compared with"
+
+
 def test_flags_are_fields_with_the_same_defaults() -> None:
     parser = ArgumentParser("")
     add_optimizer_flags(parser.add_argument)
     flags, config = vars(parser.parse_args([])), OptimizerConfig()
+    assert (flags.pop("mode"), flags.pop("rank")) == (None, None)
     assert flags == {name: getattr(config, name) for name in flags}
     unset = {"update_interval", "scale"}  # of the method at hand
-    own = {"rank", "weight_decay"}
-    assert {n: flags[n] for n in flags.keys() & DEFAULTS.keys() - unset - own}.items() <= DEFAULTS.items()
+    assert {n: flags[n] for n in flags.keys() & DEFAULTS.keys() - unset - {"weight_decay"}}.items() <= DEFAULTS.items()
     words = [
         "--dim",
         "auto",
