@@ -308,7 +308,7 @@ def _divided(groups: list[Group], factors: dict[int, float], frozen: set[int]) -
     columns: list[Group] = []
     others: list[Group] = []
     for group in groups:
-        if foreign := sorted(group.keys() & DEFAULTS.keys() - {"lr", "weight_decay", "seed", *ADAMW}):
+        if foreign := sorted(group.keys() & DEFAULTS.keys() - {"lr", "weight_decay", *ADAMW}):
             raise TypeError(
                 f"A group of GrassMuon has no setting {foreign[0]!r}: must be one of "
                 f"{', '.join(('params', 'lr', 'weight_decay', 'muon', *MUON, *ADAMW))}"

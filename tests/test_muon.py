@@ -266,6 +266,8 @@ def test_wrong_parameters() -> None:
     with pytest.raises(TypeError, match="got a tensor"):
         GrassMuon(model.up.weight)
     grass.compact(model, rank=3)
+    with pytest.raises(TypeError, match="A group of GrassMuon has no setting 'seed'"):
+        GrassMuon([{"params": [p for p in model.parameters() if p.requires_grad], "seed": 1}])
     with pytest.raises(TypeError, match="A group of GrassMuon has no setting 'rank': must be one of params, lr"):
         GrassMuon([{"params": [p for p in model.parameters() if p.requires_grad], "rank": 0.25}])
 
