@@ -21,7 +21,7 @@ class GrassTrainerMixin:
 
         class GrassSFTTrainer(GrassTrainerMixin, SFTTrainer): ...
 
-        trainer = GrassSFTTrainer(model, ..., grass={"rank": 0.25, "state_policy": "keep"})
+        trainer = GrassSFTTrainer(model, ..., grass={"rank": 0.125, "state_policy": "keep"})
 
     ``deal=[11, 5]`` gives the first of two processes 11 samples of each micro-batch and the second 5; ``deal="auto"``
     measures how many (:mod:`grass.distributed.uneven`).
@@ -68,4 +68,4 @@ class GrassTrainerMixin:
 
 
 class GrassTrainer(GrassTrainerMixin, Trainer):
-    """``transformers.Trainer`` with Grass: ``GrassTrainer(model, args, ..., grass={"rank": 0.25})``."""
+    """``transformers.Trainer`` with Grass: ``GrassTrainer(model, args, ..., grass={"rank": 0.125})``."""
