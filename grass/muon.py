@@ -20,7 +20,7 @@ from grass.compact_mode.refresh_cycle import check_rows
 from grass.compact_mode.registry import layers_of, take_flags
 from grass.compact_mode.step_rates import factor_of
 from grass.optimizer import GrassAdamW, NamedByModel
-from grass.options import DEFAULTS, validate
+from grass.options import DEFAULTS, check_value, validate
 from grass.state_dict import report_replaced
 from grass.validation import tensors_of
 
@@ -106,8 +106,7 @@ class GrassMuon(Optimizer):
         refresh: str = "sketch",
         sketch_size: int = 32,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"Invalid {momentum=}: must be a number in [0, 1)")
+        _check_muon(momentum, nesterov)
         common: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         options: dict[str, Any] = {
             "scale": scale,
@@ -140,6 +139,9 @@ class GrassMuon(Optimizer):
             self.attachment = attach_layers(muon, _named(layers), **options)
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._join()
+
+    writes_back_active_rows = True
+    """What :func:`grass.attach` looks for, which must not write them back too."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse copies and pickles, which would lack what joins both optimizers to the layers."""
@@ -199,6 +201,10 @@ class GrassMuon(Optimizer):
 
     def _take_options(self) -> None:
         """Go by the groups' settings, which a loop may have changed, and a loaded state."""
+        for group in self._parts[0].param_groups:
+            check_value("lr", group["lr"])
+            check_value("weight_decay", group["weight_decay"])
+            _check_muon(group["momentum"], group["nesterov"])
         if self.attachment is None:
             return
         every = [{name: group[name] for name in SELECTING} for group in self._parts[0].param_groups]
@@ -215,7 +221,8 @@ class GrassMuon(Optimizer):
             part.zero_grad(set_to_none)
         if self.attachment is not None:
             for layer in self.attachment.layers.values():
-                layer.clear_sketch()
+                if isinstance(layer, CompactLayer):  # else grass.expand() has undone it, as the next step says
+                    layer.clear_sketch()
 
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors and plain values, with the selection of each layer."""
@@ -267,6 +274,13 @@ class GrassMuon(Optimizer):
         numbers = {id(p): number for number, p in enumerate(p for group in muon for p in group["params"])}
         layers = [] if self.attachment is None else self.attachment.layers.values()
         return [numbers[id(layer.active)] for layer in layers]
+
+
+def _check_muon(momentum: float, nesterov: bool) -> None:
+    if not 0 <= momentum < 1:
+        raise ValueError(f"Invalid {momentum=}: must be a number in [0, 1)")
+    if not isinstance(nesterov, bool):
+        raise TypeError(f"Invalid {nesterov=}: must be True or False")
 
 
 class _States(ChainMap[Tensor, dict[str, Any]]):

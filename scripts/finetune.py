@@ -62,6 +62,10 @@ DEFAULTS = {
 """Where ours differ from those of TrainingArguments."""
 
 
+ADAPTER_RANK = 16
+"""``--rank`` of adapters."""
+
+
 class TrainerFlags(ShortErrors, HfArgumentParser):  # type: ignore[misc]
     """The flags of ``TrainingArguments``."""
 
@@ -74,6 +78,8 @@ def main(argv: list[str] | None = None) -> None:
         if not args.overwrite:
             check_new(args.out, arguments)
         name = "grass" if args.method == "grass" else "adamw"
+        if args.method in ADAPTERS and args.rank is None:
+            args.rank = ADAPTER_RANK
         optimizer = optimizer_from_flags(args, name)
         task = instruct(args) if args.kind == "instruct" else classify(args)
         trainer = make_trainer(task, args.method, optimizer, arguments, streams=args.stream)
@@ -178,7 +184,12 @@ def argument_parser() -> ArgumentParser:
     add_data_flags(parser.add_argument_group("data").add_argument)
     add = parser.add_argument_group("method").add_argument
     add("--stream", action="store_true", help="grass: layers stay on the host and visit the device one by one")
-    add("--method", choices=METHODS, default="grass", help="what to train with; adapters take an integer rank")
+    add(
+        "--method",
+        choices=METHODS,
+        default="grass",
+        help=f"what to train with; --rank of adapters is an integer, by default {ADAPTER_RANK}",
+    )
     add_optimizer_flags(add)
     return parser
 

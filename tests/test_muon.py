@@ -257,6 +257,34 @@ def test_wrong_options(options: dict[str, object], error: type[Exception], messa
         converted(**options)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("lr", -0.1, ValueError),
+        ("weight_decay", -1.0, ValueError),
+        ("momentum", 5, ValueError),
+        ("nesterov", "no", TypeError),
+    ],
+)
+def test_a_value_of_a_group_that_is_changed_to_one_out_of_range(name: str, value: object, error: type) -> None:
+    model, optimizer = converted()
+    optimizer.param_groups[0][name] = value
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    with pytest.raises(error, match=f"Invalid {name}="):
+        optimizer.step()
+
+
+def test_it_writes_rows_back_and_is_expanded() -> None:
+    model, optimizer = converted()
+    with pytest.raises(ValueError, match="GrassMuon writes active rows back already"):
+        grass.attach(optimizer, model)
+    grass.expand(model)
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"grass.expand\(\) has replaced the active rows"):
+        optimizer.step()
+
+
 def test_wrong_parameters() -> None:
     model = Network()
     with pytest.raises(ValueError, match=r"has no active rows: convert it first"):

@@ -116,3 +116,4 @@ def test_flags_are_fields_with_the_same_defaults() -> None:
     assert (parsed.dim, parsed.state_policy, parsed.explore, parsed.replacement) == ("auto", "bank", 0.5, True)
     assert parser.parse_args(["--dim", "0"]).dim == 0
     assert parsed.warmup_after_refresh == 3
+    assert (parser.parse_args(["--scale", "auto"]).scale, parser.parse_args(["--scale", "2"]).scale) == (None, 2.0)

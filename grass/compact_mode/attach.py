@@ -14,7 +14,7 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import Trained, adopt, advance, arm, check_rows, resume, take_over
 from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_seeds
-from grass.compact_mode.row_state import RowState, begin_variances
+from grass.compact_mode.row_state import RowState, begin_variances, is_called
 from grass.compact_mode.step_rates import StepRates, is_decoupled
 from grass.coverage import report_decay
 from grass.options import SPEED_KEYS, Options, as_number, settings_of, validate
@@ -217,7 +217,7 @@ class Attachment:
             resume(layer, state, state.pop("active"), self.options, index)
 
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._check_added(optimizer)
         if any(not isinstance(layer, CompactLayer) for layer in self.layers.values()):
             raise RuntimeError(
@@ -238,9 +238,34 @@ class Attachment:
             layer.prepare_step()
             if layer.reach:
                 self._before[position] = layer.rows().clone()
-            if type(optimizer).__name__ == "Adafactor":
-                begin_variances(optimizer.state.get(layer.active, {}), layer)
         self._rates.begin()
+        return self._begin_variances(optimizer, args, kwargs)
+
+    def _begin_variances(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Let new rows begin with their gradient's second moment in Adafactor; the step's arguments, if they change.
+
+        The gradient is there already, or the step's closure computes it.
+        """
+        if not is_called(optimizer, "Adafactor"):
+            return None
+
+        def begin() -> None:
+            for layer in self.layers.values():
+                begin_variances(optimizer.state.get(layer.active, {}), layer)
+
+        own, *others = args
+        closure = others[0] if others else kwargs.get("closure")
+        if closure is None:
+            begin()
+            return None
+
+        def evaluate() -> Any:
+            loss = closure()
+            with torch.no_grad():
+                begin()
+            return loss
+
+        return (own, evaluate, *others[1:]), {key: value for key, value in kwargs.items() if key != "closure"}
 
     def _check_added(self, optimizer: Optimizer) -> None:
         """Refuse active rows that the optimizer has got since, which would be neither written back nor refreshed."""
@@ -380,7 +405,7 @@ def _parameters_of(optimizer: Optimizer) -> int:
 
 def _check_layers(optimizer: Optimizer, layers: list[CompactLayer]) -> None:
     """Refuse layers that the optimizer cannot train, and layers that the attachment does not know."""
-    if isinstance(optimizer, torch.optim.LBFGS) and any(layer.dim == 1 for layer in layers):
+    if isinstance(optimizer, torch.optim.LBFGS) and any(layer.dim == 1 or layer.reach for layer in layers):
         raise ValueError(
             "LBFGS flattens gradients by view(), which those of columns do not allow: convert with dim=0, and with "
             "explore=0, because LBFGS moves all rows that it holds"

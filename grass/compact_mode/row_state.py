@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,21 +45,26 @@ class RowState:
         """Refuse state whose rows cannot be exchanged, once, after a layer's first step.
 
         Raises:
-            ValueError: it is in codes whose scales are shared by blocks of rows, a copy of the rows themselves, or a
-                matrix that mixes rows.
+            ValueError: it is in codes whose scales are shared by blocks of rows, a copy of the rows themselves, a
+                matrix that mixes rows, or in another form than a tensor with an entry, or as many, for each row.
         """
         state = self._optimizer.state.get(layer.active)
-        if not state or id(layer) in self._checked:
-            return
+        if not state or id(layer) in self._checked or isinstance(self._optimizer, torch.optim.LBFGS):
+            return  # LBFGS begins anew with new rows
         self._checked.add(id(layer))
-        self.tensors(layer)  # refuses codes
+        known = {name for name, _ in self._named(layer)}  # refuses codes
         rows, grad = layer.rows(), layer.active.grad
         values = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
         copies = [name for name, value in values.items() if _is_copy(value, rows)]
         if grad is not None and _is_copy(local(grad), rows):  # so the momentum of a first step is no copy
             copies = []
         mixing = [name for name, value in state.items() if _mixes_rows(value, layer)]
-        for names, what in ((copies, "a copy of active rows"), (mixing, "a matrix over active rows")):
+        hidden = [name for name, value in state.items() if name not in known and _hides_rows(value, layer)]
+        for names, what in (
+            (copies, "a copy of active rows"),
+            (mixing, "a matrix over active rows"),
+            (hidden, "which has more than an entry for each active row"),
+        ):
             if names:
                 raise ValueError(
                     f"{type(self._optimizer).__name__} holds {names[0]!r}, {what}, which other rows cannot take over: "
@@ -90,6 +95,12 @@ class RowState:
         )
 
 
+def is_called(optimizer: Optimizer, *names: str) -> bool:
+    """Whether the class of an optimizer, or one that it derives from, has one of these names in its own."""
+    own = [cls.__name__.lower() for cls in type(optimizer).__mro__]
+    return any(name.lower() in each for name in names for each in own)
+
+
 def begin_variances(state: State, layer: CompactLayer) -> None:
     """Give rows without a second moment in Adafactor's state that of their gradient: its averages know no ages.
 
@@ -105,7 +116,7 @@ def begin_variances(state: State, layer: CompactLayer) -> None:
 def _is_copy(state: Tensor, rows: Tensor) -> bool:
     """Whether a state is a copy of rows, or was one before the step; or of every k-th element, as Prodigy's."""
     if state.shape != rows.shape:
-        if state.ndim != 1 or not 1 < len(state) < rows.numel():
+        if state.ndim != 1 or not 1 < len(state) <= rows.numel():
             return False
         rows = rows.flatten()[:: math.ceil(rows.numel() / len(state))]
     return state.shape == rows.shape and bool((state - rows).norm() < NEAR * rows.norm())
@@ -117,6 +128,19 @@ def _mixes_rows(value: Any, layer: CompactLayer) -> bool:
     if isinstance(value, (list, tuple)):
         return any(isinstance(each, Tensor) and each.shape == (length, length) for each in value)
     return isinstance(value, Tensor) and value.shape == (length, length) and length != others
+
+
+def _hides_rows(value: Any, layer: CompactLayer) -> bool:
+    """Whether a state that is not exchanged may have entries of active rows: stacked, in a container or an object."""
+    length, others = _lengths(layer.active, layer)
+    tensors = [each for each in _parts_of(value) if isinstance(each, Tensor)]
+    return any(each.numel() >= layer.active.numel() or (length != others and length in each.shape) for each in tensors)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, (Tensor, str)) or not isinstance(value, Iterable):
+        return (value, *getattr(value, "__dict__", {}).values())
+    return value.values() if isinstance(value, dict) else value
 
 
 def _lengths(matrix: Tensor, layer: CompactLayer) -> tuple[int, int]:

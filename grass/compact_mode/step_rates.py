@@ -6,11 +6,11 @@ import logging
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from grass.compact_mode.layer import CompactLayer
+from grass.compact_mode.row_state import is_called
 from grass.coverage import report_scale
 from grass.selection.exploration import auto_scale
 
@@ -65,6 +65,9 @@ class StepRates:
                     changes["weight_decay"] = 1 / factor
                 for name, times in changes.items():
                     usual = group[name]
+                    if usual is None:
+                        kind = type(self._optimizer).__name__
+                        raise ValueError(f"Invalid scale={self._scale!r}: a group of {kind} has {name}=None")
                     group[name] = self._multiplied(number, name, usual, times)
                     self._usual.append(_Usual(group, name, usual, group[name]))
 
@@ -111,7 +114,9 @@ def factor_of(layer: CompactLayer, scale: float | str) -> float:
 
 
 def is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether weight decay is not a part of the gradient. An ``AdamW`` of another library is known by its name."""
-    known = isinstance(optimizer, (torch.optim.Muon, torch.optim.Adafactor))
-    named = any("AdamW" in cls.__name__ for cls in type(optimizer).__mro__)
-    return known or named or bool(group.get("decoupled_weight_decay"))
+    """Whether weight decay is not a part of the gradient: by what a group says, or by the names of its kind."""
+    for key in ("decoupled_weight_decay", "weight_decouple"):
+        if key in group:
+            return bool(group[key])
+    every_adam = type(optimizer).__module__.startswith("bitsandbytes.optim.ada")
+    return every_adam or is_called(optimizer, "AdamW", "Adafactor", "Lion", "Muon")

@@ -73,7 +73,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "balanced": exploring.balanced,
     "patched": exploring.patched,
     "sharing": exploring.sharing,
+    "reach_by_horizon": exploring.reach_by_horizon,
     "adapters": finetuning.adapters,
+    "adapters_float32": finetuning.adapters_float32,
     "sweep_search": sweep.search,
     "sweep_stopping": sweep.stopping,
 }

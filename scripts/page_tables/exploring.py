@@ -425,6 +425,15 @@ def patched() -> str:
     return table(["what", "`update_interval`", "loss by seed"], cells)
 
 
+def reach_by_horizon() -> str:
+    """Losses by how far explored columns move, times the default, and by the length of the run."""
+    losses = _losses("reach_by_horizon.csv", "steps", "times")
+    times = sorted({factor for _, factor in losses}, key=float)
+    lengths = sorted({steps for steps, _ in losses}, key=int)
+    cells = ([f"{int(n):,}", *(_by_seed(losses.get((n, factor), [])) for factor in times)] for n in lengths)
+    return table(["steps", *(f"{Fraction(factor)} of the default" for factor in times)], cells)
+
+
 def sharing() -> str:
     """Losses of layers that draw the same columns, beside those of layers that draw by themselves."""
     losses = _losses("sharing.csv", "fraction", "drawn", of="loss")

@@ -13,37 +13,50 @@ STUDY = "adapters in float32"
 """Its name in the grid."""
 TASKS = {"facts": "new facts", "instruct": "docstrings", "classify": "packages"}
 ADAPTERS = {"lora": "LoRA", "dora": "DoRA", "rslora": "rsLoRA"}
+HEAD = ["task", "method", "trained", "state + gradients", "rates tried", "best", "loss", "accuracy"]
 
 
 def adapters() -> str:
-    """Each method at the best of its learning rates: what trains, what is held, and what the model then knows.
+    """Each method at the best of its learning rates, under bf16 autocast: what trains, what is held, what is known.
 
-    Only projected weights and a classifier's head train, as with adapters. Losses are those of all seeds; accuracy and
-    loss on other text are means.
+    Only projected weights train, as with adapters. Losses are those of all seeds; accuracy and loss on other text are
+    means.
     """
+    return table([*HEAD, "loss on other text"], _lines(float32=False))
+
+
+def adapters_float32() -> str:
+    """Likewise in float32, from a base model made in float32, with the tracked peak of a step."""
+    peaks = {(row["task"], row["method"]): row["peak_mb"] for row in read("tracked_memory.csv")}
+    titles = {title: task for task, title in TASKS.items()}
+    lines = [
+        [*line[:4], f"{float(peaks[titles[line[0]], line[1]]):.0f} MB", *line[4:]] for line in _lines(float32=True)
+    ]
+    return table([*HEAD[:4], "peak", *HEAD[4:], "loss on other text"], lines)
+
+
+def _lines(*, float32: bool) -> list[list[str]]:
     found: dict[tuple[str, str], dict[float, list[Row]]] = {}
     for row in read("cells.csv"):
-        if {"autocast=False", "only_projected=True"} <= {*row["settings"].split()}:
+        values = settings_of(row)
+        if "only_projected" in values and ("autocast" in values) == float32:
             rates = found.setdefault((row["task"], method(row["optimizer"], row["settings"])), {})
-            rates.setdefault(float(settings_of(row)["lr"]), []).append(row)
-    peaks = {(row["task"], row["method"]): row["peak_mb"] for row in read("finetuning_memory.csv")}
+            rates.setdefault(float(values["lr"]), []).append(row)
     lines = []
     for task, title in TASKS.items():
         tried = [(name, rates) for (of, name), rates in found.items() if of == task]
         for name, rates in sorted(tried, key=lambda item: min(map(mean, item[1].values()))):
-            lines.append([title, name, *_cells(rates, peaks.get((task, name), ""))])
-    head = ["task", "method", "trained", "state + gradients", "peak", "rates tried", "best", "loss", "accuracy"]
-    return table([*head, "loss on other text"], lines)
+            lines.append([title, name, *_cells(rates)])
+    return lines
 
 
-def _cells(rates: dict[float, list[Row]], peak: str) -> list[str]:
+def _cells(rates: dict[float, list[Row]]) -> list[str]:
     best = min(rates, key=lambda rate: mean(rates[rate]))
     rows = sorted(rates[best], key=lambda row: int(row["seed"]))
     held = (int(rows[0]["state_bytes"]) + int(rows[0]["gradient_bytes"])) / 1e6
     return [
         f"{int(rows[0]['trained']) / 1e3:,.0f} k",
         f"{held:.1f} MB",
-        peak and f"{float(peak):.0f} MB",
         ", ".join(f"{rate:g}" for rate in sorted(rates)),
         f"{best:g}",
         " ".join(f"{float(row['loss_100']):.3f}" for row in rows),

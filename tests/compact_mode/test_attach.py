@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -400,8 +402,10 @@ class PagedAdamW8bit(torch.optim.SGD):
         (lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.2), 0.02),
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.2), 0.0),
         (lambda p: PagedAdamW8bit(p, lr=0.1, weight_decay=0.2), 0.02),
+        (lambda p: torch.optim.SGD([{"params": p, "weight_decouple": True}], lr=0.1, weight_decay=0.2), 0.02),
+        (lambda p: PagedAdamW8bit([{"params": p, "weight_decouple": False}], lr=0.1, weight_decay=0.2), 0.0),
     ],
-    ids=["AdamW", "Adam", "Muon", "Adafactor", "SGD", "AdamW of another library"],
+    ids=["AdamW", "Adam", "Muon", "Adafactor", "SGD", "AdamW of another library", "by its group", "not by its group"],
 )
 def test_decoupled_decay_of_explored_rows(make: Make, strength: float) -> None:
     """As strong as for selected rows on average: a row is explored in ``q`` of ``n - r`` steps."""
@@ -477,6 +481,11 @@ class Remembering(torch.optim.SGD):
     [
         (lambda p: p.clone(), "a copy of active rows"),  # the x0 of MADGRAD, the z of Schedule-Free
         (lambda p: p.flatten()[::11].clone(), "a copy of active rows"),  # Prodigy's slices
+        (lambda p: p.flatten().clone(), "a copy of active rows"),  # of one element each, its default
+        (lambda p: torch.zeros(2, *p.shape), "which has more than an entry for each active row"),  # AdEMAMix's
+        (lambda p: {0.9: torch.zeros_like(p)}, "which has more than an entry for each active row"),  # AggMo's
+        (lambda p: deque([torch.zeros_like(p)]), "which has more than an entry for each active row"),  # AdaShift's
+        (lambda p: SimpleNamespace(matrix=torch.zeros(32, 4)), "which has more than an entry"),  # GaLore's projector
         (lambda p: p.T @ p, "a matrix over active rows"),  # Shampoo's
         (lambda p: [p @ p.T, p.T @ p], "a matrix over active rows"),  # SOAP's
         (lambda p: torch.zeros_like(p), None),
@@ -495,6 +504,58 @@ def test_state_that_other_rows_cannot_take_over(remember: Callable[[Tensor], obj
         return
     with pytest.raises(ValueError, match=f"Remembering holds 'memory', {message}"):
         optimizer.step()
+
+
+class OwnAdafactor(torch.optim.Adafactor):
+    """A loop's own class of Adafactor."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, OwnAdafactor])
+@pytest.mark.parametrize("keyword", [False, True])
+def test_adafactor_steps_by_a_closure_as_without(kind: type[torch.optim.Adafactor], keyword: bool) -> None:
+    """Lightning steps so: the gradient of new columns exists within the step only."""
+    inputs = 10.0 ** torch.arange(-5, 7)
+
+    def trained(closes: bool) -> Tensor:
+        torch.manual_seed(0)
+        layer = nn.Linear(12, 8, bias=False)
+        grass.compact(layer, rank=3, explore=0)
+        optimizer = kind([layer.active], lr=0.1)
+        grass.attach(optimizer, layer, update_interval=2)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = layer(inputs).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(6):
+            if closes:
+                assert (optimizer.step(closure=closure) if keyword else optimizer.step(closure)) is not None
+            else:
+                closure()
+                optimizer.step()
+        return layer.weight
+
+    assert torch.equal(trained(True), trained(False))
+
+
+def test_scale_without_a_learning_rate() -> None:
+    layer = nn.Linear(12, 8, bias=False)
+    grass.compact(layer, rank=3)
+    optimizer = torch.optim.SGD([layer.active], lr=0.1)
+    optimizer.param_groups[0]["lr"] = None  # as transformers' Adafactor has by default
+    grass.attach(optimizer, layer, scale="auto")
+    layer.active.grad = torch.ones_like(layer.active)
+    with pytest.raises(ValueError, match="Invalid scale='auto': a group of SGD has lr=None"):
+        optimizer.step()
+
+
+def test_lbfgs_takes_no_explored_rows() -> None:
+    layer = nn.Linear(12, 8, bias=False)
+    grass.compact(layer, rank=3, dim=0)
+    with pytest.raises(ValueError, match="convert with dim=0, and with explore=0"):
+        grass.attach(torch.optim.LBFGS([layer.active]), layer)
 
 
 def test_momentum_is_no_copy_where_the_gradient_is_the_weight() -> None:

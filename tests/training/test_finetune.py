@@ -136,7 +136,8 @@ def test_trainer_flags_reach_the_trainer(tmp_path, files):
     ("flags", "message"),
     [
         (["--method", "lora"], "Invalid rank=0.25 for lora: must be an integer"),
-        (["--method", "adamw", "--mode", "compact"], "compact=True with name=adamw"),
+        (["--weights", "int8"], "--weights does nothing here"),
+        (["--method", "adamw", "--mode", "compact"], "Invalid compact mode with adamw"),
         (["--rank", "0"], "rank=0: must be an integer >= 1"),
         (["--number-of-epochs", "3"], r"not used by the HfArgumentParser: ['--number-of-epochs', '3']"),
         (["--task", "glue"], "argument --task: invalid choice: 'glue'"),

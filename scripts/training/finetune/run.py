@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from training.run.optimizers import OptimizerConfig
 if TYPE_CHECKING:
     from datasets import DatasetDict
     from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 ADAPTERS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}, "rslora": {"use_rslora": True}}
 """What ``peft.LoraConfig`` takes for each kind of adapter."""
@@ -121,6 +124,13 @@ def make_trainer(
         raise ValueError(f"--offload does nothing with --method {method}, whose optimizer is Trainer's own AdamW")
     if streams and method != "grass":
         raise ValueError(f"--stream is for --method grass, not {method}")
+    if optimizer.weights:
+        raise ValueError(
+            "--weights does nothing here: Trainer loads a checkpoint before it makes the optimizer, into a model "
+            "without a place for int8 codes. Call grass.compact(model, weights='int8') in a script of your own"
+        )
+    if unread := [name for name in optimizer.unread if name != "rank" or method == "adamw"]:
+        logger.warning("%s does not read %s", method, ", ".join(f"{o}={getattr(optimizer, o)!r}" for o in unread))
     several = len(task.evaluation) > 1
     arguments.learning_rate, arguments.weight_decay = optimizer.lr, optimizer.weight_decay
     arguments.adam_beta1, arguments.adam_beta2 = optimizer.betas
@@ -134,8 +144,6 @@ def make_trainer(
         grass = {"mode": mode, "rank": optimizer.rank, "dim": optimizer.grass_dim, **optimizer.grass}
         if optimizer.active_dtype:
             grass["dtype"] = getattr(torch, optimizer.active_dtype)
-        if optimizer.weights:
-            grass["weights"] = optimizer.weights  # which Trainer cannot do: the factory says why
         if optimizer.offload:
             grass["offload"] = "cpu"
         if not streams:

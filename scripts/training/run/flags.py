@@ -53,7 +53,8 @@ def add_optimizer_flags(add: AddFlag) -> None:
     add("--rank", type=number, help=rank)
     interval = f"steps between changes of the projection; default: {GRASS.update_interval}"
     add("--update-interval", type=int, help=interval)
-    add("--scale", type=float, help="of the projected weights' update; default: grass n / (r + q), galore 0.25")
+    scale = "of the projected weights' update; auto, the default: grass n / (r + q), galore 0.25, others 1"
+    add("--scale", type=_scale, metavar="SCALE", help=scale)
     for name in ("selection", "replacement", "dim", "state_policy", "explore", "moment_dtype", "bank_dtype"):
         add_option(add, name)
     for name in ("shard_bank", "stochastic_rounding", "warmup_after_refresh"):
@@ -93,6 +94,10 @@ def add_option(add: AddFlag, name: str) -> None:
     else:
         kind = str if isinstance(default, str) else int if isinstance(default, int) else number
         add(flag, type=kind, default=default, help=meaning)
+
+
+def _scale(text: str) -> float | None:
+    return None if text == "auto" else float(text)
 
 
 def _choice(text: str) -> str | int:

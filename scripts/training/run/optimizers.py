@@ -106,8 +106,8 @@ class OptimizerConfig:
         validate({**self.common, "dim": self.dim, **self.grass})
         if self.compact and (self.name not in ("grass", "muon") or self.replacement):
             raise ValueError(
-                f"Invalid compact=True with name={self.name}, replacement={self.replacement}: compact mode "
-                "takes grass or muon and draws without replacement: --mode dense"
+                f"Invalid compact mode with {self.name}, replacement={self.replacement}: it "
+                "takes grass or muon and draws without replacement. Others take --mode dense"
             )
         if not self.compact and (self.active_dtype or self.weights):
             raise ValueError(f"active_dtype={self.active_dtype}, weights={self.weights} need compact=True")
