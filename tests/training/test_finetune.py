@@ -20,7 +20,7 @@ METHODS = {
     "adamw": ["--method", "adamw"],
     "dense": ["--mode", "dense", "--dim", "1"],
     "compact": ["--method", "grass", "--rank", "0.25", "--state-policy", "keep", "--selection", "multinomial_norm"],
-    "lora": ["--method", "lora", "--rank", "4"],
+    "lora": ["--method", "lora"],
 }
 SHORT = ["--max-length", "32", "--per-device-train-batch-size", "8", "--disable-tqdm", "True", "--logging-steps", "1"]
 
@@ -75,7 +75,8 @@ def test_classification(tmp_path, files, method, capsys):
     assert "state" in capsys.readouterr().out
     if method == "lora":
         model = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path)
-        assert all(p.any() for name, p in model.named_parameters() if "lora_B" in name)
+        changed = [p for name, p in model.named_parameters() if "lora_B" in name]
+        assert all(p.any() and p.shape[1] == 16 for p in changed), "the default rank"
     else:
         model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
         base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
@@ -135,7 +136,7 @@ def test_trainer_flags_reach_the_trainer(tmp_path, files):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--method", "lora"], "Invalid rank=0.25 for lora: must be an integer"),
+        (["--method", "lora", "--rank", "0.25"], "Invalid rank=0.25 for lora: must be an integer"),
         (["--weights", "int8"], "--weights does nothing here"),
         (["--method", "adamw", "--mode", "compact"], "Invalid compact mode with adamw"),
         (["--rank", "0"], "rank=0: must be an integer >= 1"),
