@@ -63,7 +63,7 @@ class RowState:
         for names, what in (
             (copies, "a copy of active rows"),
             (mixing, "a matrix over active rows"),
-            (hidden, "which has more than an entry for each active row"),
+            (hidden, "with more than an entry for each active row"),
         ):
             if names:
                 raise ValueError(

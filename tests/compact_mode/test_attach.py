@@ -482,10 +482,10 @@ class Remembering(torch.optim.SGD):
         (lambda p: p.clone(), "a copy of active rows"),  # the x0 of MADGRAD, the z of Schedule-Free
         (lambda p: p.flatten()[::11].clone(), "a copy of active rows"),  # Prodigy's slices
         (lambda p: p.flatten().clone(), "a copy of active rows"),  # of one element each, its default
-        (lambda p: torch.zeros(2, *p.shape), "which has more than an entry for each active row"),  # AdEMAMix's
-        (lambda p: {0.9: torch.zeros_like(p)}, "which has more than an entry for each active row"),  # AggMo's
-        (lambda p: deque([torch.zeros_like(p)]), "which has more than an entry for each active row"),  # AdaShift's
-        (lambda p: SimpleNamespace(matrix=torch.zeros(32, 4)), "which has more than an entry"),  # GaLore's projector
+        (lambda p: torch.zeros(2, *p.shape), "with more than an entry for each active row"),  # AdEMAMix's
+        (lambda p: {0.9: torch.zeros_like(p)}, "with more than an entry for each active row"),  # AggMo's
+        (lambda p: deque([torch.zeros_like(p)]), "with more than an entry for each active row"),  # AdaShift's
+        (lambda p: SimpleNamespace(matrix=torch.zeros(32, 4)), "with more than an entry"),  # GaLore's projector
         (lambda p: p.T @ p, "a matrix over active rows"),  # Shampoo's
         (lambda p: [p @ p.T, p.T @ p], "a matrix over active rows"),  # SOAP's
         (lambda p: torch.zeros_like(p), None),
