@@ -72,6 +72,17 @@ ALIASES = {
     "@768-apollo": f"{LONG_768} & optimizer=apollo & settings=lr=0.003 scale=0.5",
     "@768-one-4": f"{LONG_768} & optimizer=grass & settings=lr=0.0005 explore=0.25 compact=True",
     "@768-one-8": f"{LONG_768} & optimizer=grass & settings=lr=0.0005 rank=0.125 explore=0.125 compact=True",
+    "@facts-adamw": "task=facts & optimizer=adamw & settings=lr=0.004 autocast=False only_projected=True",
+    "@facts-dense": "task=facts & optimizer=grass & settings=lr=0.008 autocast=False only_projected=True",
+    "@facts-4": "task=facts & settings=lr=0.004 explore=0.25 compact=True autocast=False only_projected=True",
+    "@facts-8": "task=facts & "
+    "settings=lr=0.002 rank=0.125 explore=0.125 compact=True autocast=False only_projected=True",
+    "@facts-lora": "task=facts & "
+    "settings=lr=0.004 autocast=False adapter=lora adapter_rank=20 only_projected=True",
+    "@docs-adamw": "task=instruct & optimizer=adamw & settings=lr=0.002 autocast=False only_projected=True",
+    "@docs-4": "task=instruct & settings=lr=0.002 explore=0.25 compact=True autocast=False only_projected=True",
+    "@docs-8": "task=instruct & "
+    "settings=lr=0.002 rank=0.125 explore=0.125 compact=True autocast=False only_projected=True",
     "@galore": f"{PRETRAIN} & optimizer=galore & settings=lr=0.012 update_interval=50",
     "@apollo": f"{PRETRAIN} & optimizer=apollo & settings=lr=0.012 update_interval=50",
     "@bank": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 update_interval=25 scale=0.25 "
