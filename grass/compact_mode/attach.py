@@ -14,7 +14,7 @@ from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import Reads
 from grass.compact_mode.refresh_cycle import Trained, adopt, advance, arm, check_rows, resume, take_over
 from grass.compact_mode.registry import Owner, by_active_rows, layers_of, note_seeds
-from grass.compact_mode.row_state import RowState, begin_variances, is_called
+from grass.compact_mode.row_state import RowState, begin_variances, group_of, is_called
 from grass.compact_mode.step_rates import StepRates, is_decoupled
 from grass.coverage import report_decay
 from grass.options import SPEED_KEYS, Options, as_number, settings_of, validate
@@ -303,7 +303,7 @@ class Attachment:
 
     def _report_coupled_decay(self, optimizer: Optimizer) -> None:
         """Warn of weight decay that is part of the gradient: explored rows move without it."""
-        groups = [self._group_of(layer) for layer in self.layers.values() if layer.reach]
+        groups = [group_of(self.optimizer, layer) for layer in self.layers.values() if layer.reach]
         if any(group.get("weight_decay") and not is_decoupled(self.optimizer, group) for group in groups):
             logger.warning(
                 "Grass: weight_decay of %s is part of the gradient and does not reach explored columns: choose an "
@@ -341,17 +341,13 @@ class Attachment:
             for index, (name, layer) in enumerate(self.layers.items())
         ]
 
-    def _group_of(self, layer: CompactLayer) -> dict[str, Any]:
-        """The optimizer's group that holds the active rows."""
-        return next(g for g in self.optimizer.param_groups if any(p is layer.active for p in g["params"]))
-
     def _ascends(self, layer: CompactLayer) -> bool:
         """Whether the optimizer moves the active rows along their gradient."""
-        return bool(self._group_of(layer).get("maximize", False))
+        return bool(group_of(self.optimizer, layer).get("maximize", False))
 
     def _decay_of(self, layer: CompactLayer) -> float:
         """What the optimizer's decoupled weight decay takes off a weight in each step, as a fraction."""
-        group = self._group_of(layer)
+        group = group_of(self.optimizer, layer)
         return float(group["lr"]) * float(group["weight_decay"]) if is_decoupled(self.optimizer, group) else 0.0
 
     def _explore(self, layer: CompactLayer, before: Tensor) -> None:

@@ -37,9 +37,8 @@ class RowState:
         return [value for _, value in self._named(layer)]
 
     def empty(self, layer: CompactLayer) -> float:
-        """The state of a row that has none: zero but for Adagrad's ``initial_accumulator_value``."""
-        groups = (g for g in self._optimizer.param_groups if any(p is layer.active for p in g["params"]))
-        return float(next(groups).get("initial_accumulator_value", 0.0))
+        """What rows begin with: zero, or the ``initial_accumulator_value`` of Adagrad."""
+        return float(group_of(self._optimizer, layer).get("initial_accumulator_value", 0.0))
 
     def check(self, layer: CompactLayer) -> None:
         """Refuse state whose rows cannot be exchanged, once, after a layer's first step.
@@ -95,6 +94,11 @@ class RowState:
         )
 
 
+def group_of(optimizer: Optimizer, layer: CompactLayer) -> dict[str, Any]:
+    """The optimizer's group that holds a layer's active rows."""
+    return next(g for g in optimizer.param_groups if any(p is layer.active for p in g["params"]))
+
+
 def is_called(optimizer: Optimizer, *names: str) -> bool:
     """Whether the class of an optimizer, or one that it derives from, has one of these names in its own."""
     own = [cls.__name__.lower() for cls in type(optimizer).__mro__]
@@ -125,9 +129,8 @@ def _is_copy(state: Tensor, rows: Tensor) -> bool:
 def _mixes_rows(value: Any, layer: CompactLayer) -> bool:
     """Whether a state holds a matrix with a row and a column for each active row, as a preconditioner is."""
     length, others = _lengths(layer.active, layer)
-    if isinstance(value, (list, tuple)):
-        return any(isinstance(each, Tensor) and each.shape == (length, length) for each in value)
-    return isinstance(value, Tensor) and value.shape == (length, length) and length != others
+    may_be_moments = isinstance(value, Tensor) and length == others
+    return not may_be_moments and any(getattr(each, "shape", None) == (length, length) for each in _parts_of(value))
 
 
 def _hides_rows(value: Any, layer: CompactLayer) -> bool:

@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,6 @@ BILLION, TFLOPS = 1e9, 100.0
 """What the column of days is for: tokens, and 10^12 floating-point operations a second that training reaches."""
 
 
-LEARNING_RATES = {"7b": 3e-4, "13b": 3e-4, "30b": 1.5e-4, "70b": 1.5e-4}
-"""Of the recipes, by size."""
-
-
 def flags(recipe: Path, *arguments: str) -> list[str]:
     """What a recipe gives to ``scripts/pretrain.py``."""
     environment = {**os.environ, "PYTHON": "echo"}
@@ -37,6 +34,13 @@ def flags(recipe: Path, *arguments: str) -> list[str]:
     script, *rest = done.stdout.split()
     assert script == "scripts/pretrain.py", done.stdout
     return rest
+
+
+@cache
+def arguments() -> dict[Path, argparse.Namespace]:
+    """What ``scripts/pretrain.py`` makes of each recipe's flags."""
+    parser = runpy.run_path(str(SCRIPTS / "pretrain.py"))["argument_parser"]()
+    return {recipe: parser.parse_args(flags(recipe)) for recipe in RECIPES}
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
@@ -79,10 +83,8 @@ def planned(args: argparse.Namespace) -> tuple[Plan, Any]:
 
 def setups() -> str:
     """A row for each recipe: what it runs on, rank, rate, memory and time."""
-    parser = runpy.run_path(str(SCRIPTS / "pretrain.py"))["argument_parser"]()
     rows = []
-    for recipe in RECIPES:
-        args = parser.parse_args(flags(recipe))
+    for recipe, args in arguments().items():
         config, setting, method = config_of(args), setting_of(args), method_of(args)
         model = Architecture.from_config(config)
         found = plan(method, model, setting)
@@ -110,8 +112,9 @@ def setups() -> str:
 def planned_gpus() -> str:
     """What the planner gives for each of several GPUs which FSDP2 divides a model among, and the days that all take."""
     methods = [("AdamW float32", 1 / 8), ("AdamW", 1 / 8), ("Grass", 1 / 8), ("Grass", 1 / 16)]
+    rates = {args.model: args.lr for args in arguments().values()}
     lines = []
-    for size, lr in LEARNING_RATES.items():
+    for size in ("7b", "13b", "30b", "70b"):
         model, hidden = load_architecture(size), LLAMA_SHAPES[size].hidden_size
         for gpus in (2, 4, 8):
             settings = [Setting(rank=share, active_dtype=torch.bfloat16, shards=gpus) for _, share in methods]
@@ -119,7 +122,7 @@ def planned_gpus() -> str:
             took = days("Grass", model, settings[2], BILLION, TFLOPS) / gpus
             rank = hidden // 8
             columns = f"{rank:,} + {rank:,} of {hidden:,}"
-            rate = f"{lr * auto_scale(hidden, rank, rank):.2g}"
+            rate = f"{rates[size] * auto_scale(hidden, rank, rank):.2g}"
             lines.append([size.upper(), str(gpus), *(f"{x:.0f} GB" for x in totals), columns, rate, f"{took:.1f}"])
     names = ["AdamW, float32 parameters and moments", "AdamW, all in bfloat16"]
     grass = ["Grass, r = q = n/8", "Grass, r = q = n/16"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -34,6 +35,7 @@ from tracked_methods import prepare
 
 from grass.command_line import ArgumentParser
 from grass.memory.llama import llama_config
+from training.data.blocks import DataConfig
 from training.data.loading import load_data
 from training.run.models import build_llama
 from training.run.optimizers import build_optimizer
@@ -98,8 +100,7 @@ def peak_of_finetuning(cell: Cell, base: Path) -> int:
 def peak_of_pretraining(cell: Cell, grid: Grid) -> int:
     """Likewise for a pretraining cell, on tensors without contents."""
     prepare("8-bit AdamW")
-    data = load_data(grid.data)
-    config = llama_config(cell.model, vocab_size=data.vocab_size, max_seq_len=grid.data.seq_len)
+    config = llama_config(cell.model, vocab_size=_vocabulary(grid.data), max_seq_len=grid.data.seq_len)
     dtype = torch.bfloat16 if cell.bf16_weights else torch.float32
     with fake_tensors(), set_stance("force_eager"):
         model = build_llama(config, seed=cell.seed, dtype=dtype)
@@ -112,6 +113,11 @@ def peak_of_pretraining(cell: Cell, grid: Grid) -> int:
             batch = {"input_ids": ids, "labels": ids}
             _, _, peak = tracked_step(model, optimizer, batch, steps=cell.optimizer.name != COMPILED)
     return int(peak["Total"])
+
+
+@cache
+def _vocabulary(data: DataConfig) -> int:
+    return int(load_data(data).vocab_size)
 
 
 if __name__ == "__main__":

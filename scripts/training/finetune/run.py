@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,11 @@ from torch import nn
 from grass.extras import optional
 from grass.streaming.stream import stream
 from grass.targets import matched_modules
-from training.run.optimizers import OptimizerConfig
+from training.run.optimizers import OptimizerConfig, warn_of_unread
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
     from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
-
-logger = logging.getLogger(__name__)
 
 ADAPTERS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}, "rslora": {"use_rslora": True}}
 """What ``peft.LoraConfig`` takes for each kind of adapter."""
@@ -129,8 +126,7 @@ def make_trainer(
             "--weights does nothing here: Trainer loads a checkpoint before it makes the optimizer, into a model "
             "without a place for int8 codes. Call grass.compact(model, weights='int8') in a script of your own"
         )
-    if unread := [name for name in optimizer.unread if name != "rank" or method == "adamw"]:
-        logger.warning("%s does not read %s", method, ", ".join(f"{o}={getattr(optimizer, o)!r}" for o in unread))
+    warn_of_unread(optimizer, method, *(["rank"] if method in ADAPTERS else []))
     several = len(task.evaluation) > 1
     arguments.learning_rate, arguments.weight_decay = optimizer.lr, optimizer.weight_decay
     arguments.adam_beta1, arguments.adam_beta2 = optimizer.betas

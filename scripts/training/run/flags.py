@@ -11,13 +11,10 @@ from typing import Any
 from grass.command_line import number
 from grass.options import DECLARED
 from grass.selection import available_rules
-from training.run.optimizers import GRASS, OptimizerConfig
+from training.run.optimizers import GRASS, WITH_MODES, OptimizerConfig
 
 CONFIG = OptimizerConfig()
 """The scripts' defaults, but of ``--mode`` and ``--rank``: see :func:`optimizer_from_flags`."""
-
-WITH_MODES = ("grass", "muon")
-"""Optimizers of which the scripts use compact mode unless told otherwise."""
 
 COMPACT_RANK = 0.125
 """``--rank`` of grass in compact mode, which explores as many columns as it selects."""

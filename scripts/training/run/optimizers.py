@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 """Device types on which torch has a fused AdamW."""
 
+WITH_MODES = ("grass", "muon")
+"""Optimizers that have compact mode and dense mode."""
+
 OFFLOADABLE = ("adamw", "grass")
 """Optimizers that can step in host memory."""
 
@@ -104,7 +107,7 @@ class OptimizerConfig:
         if not (self.rank >= 1 if isinstance(self.rank, int) else 0 < self.rank <= 1):
             raise ValueError(f"Invalid rank={self.rank}: must be an integer >= 1 or a fraction in (0, 1]")
         validate({**self.common, "dim": self.dim, **self.grass})
-        if self.compact and (self.name not in ("grass", "muon") or self.replacement):
+        if self.compact and (self.name not in WITH_MODES or self.replacement):
             raise ValueError(
                 f"Invalid compact mode with {self.name}, replacement={self.replacement}: it "
                 "takes grass or muon and draws without replacement. Others take --mode dense"
@@ -170,10 +173,14 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     Raises:
         ImportError: a peer's package is not installed.
     """
-    if unread := config.unread:
-        given = ", ".join(f"{option}={getattr(config, option)!r}" for option in unread)
-        logger.warning("%s does not read %s", config.name, given)
+    warn_of_unread(config, config.name)
     return OPTIMIZERS[config.name](model, config)
+
+
+def warn_of_unread(config: OptimizerConfig, reader: str, *read: str) -> None:
+    """Warn of options that ``reader``, which trains by the optimizer, does not read; it reads ``read`` besides."""
+    if unread := [option for option in config.unread if option not in read]:
+        logger.warning("%s does not read %s", reader, ", ".join(f"{o}={getattr(config, o)!r}" for o in unread))
 
 
 def _adamw(model: nn.Module, config: OptimizerConfig) -> Optimizer:
