@@ -132,7 +132,7 @@ def test_matrix_says_what_the_tests_of_pairs_do(monkeypatch):
 
 def test_the_law_has_no_cells_with_other_options():
     """Columns that take turns are no other seed of columns that are drawn."""
-    is_of_the_law = sys.modules["page_tables.exploring"].is_of_the_law
+    is_of_the_law = sys.modules["page_tables.law"].is_of_the_law
     plain = {"lr": "0.012", "scale": "0.5", "rank": "0.0625", "explore": "0.0625", "compact": "True"}
     assert is_of_the_law(plain)
     assert not is_of_the_law({key: value for key, value in plain.items() if key != "compact"})  # dense mode

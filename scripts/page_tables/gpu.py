@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from page_tables.exploring import WIDEST, WIDTHS, is_of_the_law, linear_rate
+from page_tables.law import WIDEST, WIDTHS, is_of_the_law, linear_rate
 from page_tables.markdown import label, number, table
 from page_tables.source import read, settings_of
 

@@ -8,8 +8,9 @@ rates were tried in float32, under bf16 autocast and on a GPU, the one counts in
 with more seeds at the best, then that with more rates. Where other parameters had several rates, the one counts in
 which the best is inside, then that with more seeds, then that which ended lowest. Of a width and a horizon at which
 AdamW's best rate is inside, ``times = (n / (r + q)) ** exponent`` is fitted by least squares to the logarithms of all
-that are inside; ``residual`` is what is left, in powers of two. ``losses`` are those of ``seeds`` at the rate that
-ended lowest with the first.
+that are inside; ``residual`` is what is left, in powers of two. ``losses`` are those of ``seeds`` at ``at``, the rate
+that ended lowest with the first. What a seed has not in that precision it has from another: precisions move a loss as
+much as seeds do, and none ends lower (``docs/quality.md``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from run import DIRECTORY
 from tables import read_cells
 
 sys.path.append(str(Path(__file__).parents[1]))
-from page_tables.exploring import OTHER_RATES, WIDTHS, is_of_the_law, linear_rate
+from page_tables.law import OTHER_RATES, WIDTHS, is_of_the_law, linear_rate
 from page_tables.source import settings_of
 
 from grass.command_line import ArgumentParser
@@ -38,6 +39,8 @@ SEED = 0
 """Rates were swept with it; other seeds ran at the best rate, and differ by more than neighbouring rates do."""
 LEAST = 3
 """Rates of a curve; fewer say nothing about the best one."""
+SEEDS = 3
+"""Losses at the best rate; fewer are made up from other precisions."""
 WIDTH_AND_HORIZON = ["hidden", "steps"]
 
 
@@ -61,38 +64,50 @@ def best_rates(cells: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for key, group in pd.DataFrame(_swept(cells)).groupby([*WIDTH_AND_HORIZON, "moving"]):
         if found := list(_at_best_other(group)):
-            best = max(found, key=lambda each: (each.inside, len(each.seeds.split()), len(each.tried.split())))
-            rows.append((*key, *best))
-    return pd.DataFrame(rows, columns=[*WIDTH_AND_HORIZON, "moving", *_Best._fields])
+            best = max(found, key=lambda each: (each.inside, len(each.losses), len(each.tried)))
+            rows.append((*key, *_as_text(best, _by_other(group)[best.other].loc[best.at])))
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def _at_best_other(group: pd.DataFrame) -> Iterator[_Best]:
     """What is best in each precision, at the best rate of other parameters."""
     for _, of in group.groupby("precision"):
-        tables = {other: cells.pivot_table("loss", "rate", "seed") for other, cells in of.groupby("other")}
-        swept = {other: table for other, table in tables.items() if SEED in table and table[SEED].count() >= LEAST}
-        found = [_best_of(float(other), table) for other, table in swept.items()]
+        swept = {other: of for other, of in _by_other(of).items() if SEED in of and of[SEED].count() >= LEAST}
+        found = [_best_of(other, table) for other, table in swept.items()]
         if found:
-            yield max(found, key=lambda each: (each.inside, len(each.seeds.split()), -float(each.losses.split()[0])))
+            yield max(found, key=lambda each: (each.inside, len(each.losses), -each.losses[SEED]))
+
+
+def _by_other(cells: pd.DataFrame) -> dict[float, pd.DataFrame]:
+    """Tables of losses by rate and seed, by the rate of other parameters."""
+    return {float(other): of.pivot_table("loss", "rate", "seed") for other, of in cells.groupby("other")}
 
 
 class _Best(NamedTuple):
-    """Columns of ``law.csv``."""
+    """What is best in a table of losses by rate and seed; ``losses`` are those at the rate ``at``, by seed."""
 
     other: float
-    tried: str
+    tried: pd.Index
     best: float
     inside: bool
-    seeds: str
-    losses: str
+    at: float
+    losses: pd.Series
 
 
 def _best_of(other: float, table: pd.DataFrame) -> _Best:
-    """What is best in a table of losses by rate and seed."""
     curve = table[SEED].dropna()
-    at_best = table.loc[curve.idxmin()].dropna()
-    tried, seeds = (" ".join(f"{value:.2g}" for value in values) for values in (curve.index, at_best.index))
-    return _Best(other, tried, *lowest(curve), seeds, " ".join(f"{loss:.4f}" for loss in at_best))
+    at = float(curve.idxmin())
+    return _Best(other, curve.index, *lowest(curve), at, table.loc[at].dropna())
+
+
+COLUMNS = [*WIDTH_AND_HORIZON, "moving", "other", "tried", "best", "inside", "at", "seeds", "losses"]
+
+
+def _as_text(best: _Best, pooled: pd.Series) -> tuple[Any, ...]:
+    """The last ``COLUMNS``; ``pooled`` has the losses at ``best.at`` in all precisions, for seeds that lack one."""
+    losses = best.losses if len(best.losses) >= SEEDS else best.losses.combine_first(pooled.dropna())
+    tried, seeds = (" ".join(f"{value:.2g}" for value in values) for values in (best.tried, losses.index))
+    return *best[:1], tried, *best[2:5], seeds, " ".join(f"{loss:.4f}" for loss in losses)
 
 
 def _swept(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:

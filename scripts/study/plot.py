@@ -23,7 +23,7 @@ from run import DIRECTORY
 from tables import method_name, read_cells, step_seconds, study_rows
 
 sys.path.append(str(Path(__file__).parents[1]))
-from page_tables.exploring import AtBest, by_method
+from page_tables.methods import AtBest, by_method
 
 from grass.command_line import ArgumentParser
 

@@ -28,8 +28,8 @@ from torch.compiler import set_stance
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 from memory_tracking import fake_tensors, make_state, tracked_step
-from page_tables.exploring import method_of_the_widest
 from page_tables.finetuning import STUDY, method
+from page_tables.methods import method_of_the_widest
 from provenance import write
 from tracked_methods import prepare
 

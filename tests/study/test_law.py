@@ -86,6 +86,22 @@ def test_the_better_rate_of_other_parameters_counts(losses, best):
     assert row["other"] == best
 
 
+def test_seeds_that_a_precision_lacks_come_from_another():
+    """At the best rate alone, and where the precision has fewer than three."""
+    cells = [
+        *(cell("1m", f"scale={scale} {ADAMW}", loss) for scale, loss in ((0.5, 3.0), (0.25, 2.0), (0.125, 3.0))),
+        cell("1m", f"scale=0.25 {ADAMW}", 2.25, seed="1"),
+        cell("1m", f"scale=0.25 {ADAMW} autocast=False", 9.0, seed="1"),
+        cell("1m", f"scale=0.25 {ADAMW} autocast=False", 2.5, seed="2"),
+        cell("1m", f"scale=0.5 {ADAMW} autocast=False", 9.0, seed="3"),
+    ]
+    (row,) = law.best_rates(pd.DataFrame(cells)).to_dict("records")
+    assert (row["seeds"], row["losses"]) == ("0 1 2", "2.0000 2.2500 2.5000")
+    three = [*cells, cell("1m", f"scale=0.25 {ADAMW}", 2.75, seed="2")]
+    (row,) = law.best_rates(pd.DataFrame(three)).to_dict("records")
+    assert row["losses"] == "2.0000 2.2500 2.7500"
+
+
 def test_the_committed_law_is_that_of_the_committed_cells(tmp_path):
     (tmp_path / "cells.csv").write_text((DIRECTORY / "cells.csv").read_text())
     law.main(["--directory", str(tmp_path), "--out", str(tmp_path)])
