@@ -8,6 +8,8 @@ what                       does                                         with
                                                                         ``_Layers``: all there are; ``_Derived``:
                                                                         subclasses of linear layers; ``_Wanted``: what
                                                                         it is converted with
+``SketchedRows``           gathers a sketch of its gradient, for rules
+                           that read norms
 ``SyncedRows``             keeps weight and active rows in agreement    ``Listener``, ``LastChange``: who hears of it
 ``CompactLinearFunction``  computes the gradients of active rows
 ``ExpertRows``             converts a weight of experts                 ``_ExpertFunction``

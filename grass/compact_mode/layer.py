@@ -16,18 +16,14 @@ dim     gradient of ``active``                       saved for backward    FLOPs
 The gradient of explored rows is multiplied by ``sqrt((n - r) / q)``, so that gradient clipping sees an unbiased
 estimate of the whole gradient's squared norm. It does not change their move, whose length is set.
 
-A rule that chooses rows by norm needs a sketch of the gradient: ``g^T (x S)`` for ``dim=0`` with ``S (n, s)``,
-``x^T (g S)`` for ``dim=1`` with ``S (m, s)``. It arrives as the gradient of a leaf tensor beside the parameters. So it
-adds up over micro-batches as gradients do, also under checkpointing and ``torch.compile``.
-
 The parts of a layer: :mod:`~grass.compact_mode.active_rows` (where rows are in the weight),
+:mod:`~grass.compact_mode.gradient_sketch` (what rules that read norms gather),
 :mod:`~grass.compact_mode.weight_storage` (plain or 8 bits), :mod:`~grass.compact_mode.synced_rows` (weight and active
 rows agree, and who hears of it) and :mod:`~grass.compact_mode.linear_function` (backward).
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -36,9 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
-from grass.compact_mode.active_rows import ActiveRows
+from grass.compact_mode.gradient_sketch import SketchedRows
 from grass.compact_mode.linear_function import CompactLinearFunction
-from grass.compact_mode.synced_rows import Listener, Stamps, SyncedRows, counted, looks_always
+from grass.compact_mode.synced_rows import Stamps, counted, looks_always
 from grass.compact_mode.weight_storage import WeightStorage
 from grass.parallel.shards import TENSOR_PARALLEL, is_sharded, is_tensor_parallel, local
 from grass.selection.projector import Projector
@@ -72,7 +68,7 @@ def autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
-class CompactLayer(ActiveRows):
+class CompactLayer(SketchedRows):
     """What converted layers share. :func:`grass.compact` makes them; do not construct one.
 
     Attributes:
@@ -95,16 +91,10 @@ class CompactLayer(ActiveRows):
 
     bias: Any
     storage = WeightStorage()
-    synced: SyncedRows
-    listeners: tuple[Listener, ...] = ()
-    sketch: Tensor | None
-    signs: Tensor | None
     owner: Any = None  # grass.compact_mode.registry.Owner: the optimizer that trains the active rows
     drawn_by: tuple[int, Any] | None = None  # seed and Owner of the optimizer that drew the rows of the last steps
     norms: Tensor | None = None
     divided_by: str | None = None  # what divides the weight among ranks and was there before the conversion
-    sums_sketch = False  # whether end_sketch() returns what all ranks have gathered
-    held_sketch: Tensor | None = None  # a sketch that has ended, for a step that is on its way
 
     def forward(self, x: Tensor) -> Tensor:
         """``x (..., n) -> (..., m)``; without gradients this is the plain layer's own forward."""
@@ -400,71 +390,10 @@ class CompactLayer(ActiveRows):
             self.rows().copy_(current(self.active_projector().gather(plain), self.rows()))
         self.mark_synced()
 
-    # sketches of the gradient, for rules that read norms
-
-    def begin_sketch(self, signs: Tensor | None) -> None:
-        """Gather ``G S`` from the next forward on; ``signs`` is ``S``. ``None`` gathers the gradient itself."""
-        width = self.shape[1 - self.dim] if signs is None else signs.shape[1]
-        self.signs = signs
-        options: dict[str, Any] = {"dtype": torch.float32, "device": self.weight.device, "requires_grad": True}
-        self.sketch = torch.zeros(self.shape[self.dim], width, **options)
-        renew = functools.partial(_renew, weakref.ref(self))
-        renew.__torch_unserializable__ = True  # type: ignore[attr-defined]  # copies have no hook, and no warning
-        self.sketch.register_hook(renew)  # type: ignore[no-untyped-call]
-
-    def fed_sketch(self) -> Tensor | None:
-        """The sketch that the backward of this forward adds to: none if the rows are frozen.
-
-        What was gathered with gradients that the loop has dropped, as by ``model.zero_grad()``, is dropped too; of
-        compiled code before it adds to the sketch. Gradients of sharded rows are elsewhere until the step.
-        """
-        if self.sketch is None or not self.active.requires_grad:
-            return None
-        if not torch.compiler.is_compiling():
-            self.renew_sketch()
-        return self.sketch
-
-    def renew_sketch(self) -> None:
-        """Drop what has been gathered with gradients that are there no more."""
-        active = self.active
-        if active.is_leaf and active.grad is None and not self.synced.sharded:
-            self.clear_sketch()
-
-    def clear_sketch(self) -> None:
-        """Drop what has been gathered, as ``zero_grad`` drops gradients."""
-        if self.sketch is not None:
-            self.sketch.grad = None
-
-    def hold_sketch(self) -> None:
-        """Stop gathering now; what has been gathered waits for :meth:`end_sketch`, whatever becomes of gradients."""
-        if self.sketch is not None:
-            self.held_sketch = self.end_sketch()
-
-    def end_sketch(self) -> Tensor:
-        """Stop gathering; returns the sketched rows, zero where no backward has run."""
-        if self.held_sketch is not None:
-            held, self.held_sketch = self.held_sketch, None
-            return held
-        sketch, self.sketch, self.signs = self.sketch, None, None
-        if sketch is None:
-            return torch.zeros(self.shape[self.dim], 1, dtype=torch.float32, device=self.weight.device)
-        return torch.zeros_like(sketch) if sketch.grad is None else sketch.grad
-
     def extra_repr(self) -> str:
         """The plain layer's text, with rank and dim."""
         weights = f", weights={self.weights}" if self.weights else ""
         return f"{super().extra_repr()}, {self.rows_repr()}{weights}"
-
-
-@torch.compiler.disable(reason="a hook of the backward of compiled code")  # type: ignore[no-untyped-call, untyped-decorator]
-def _renew(reference: weakref.ref[CompactLayer], grad: Tensor) -> None:
-    """Before a sketch is added to: compiled code adds to it first, to the active rows later.
-
-    Where the weight comes and goes, gradients do, too.
-    """
-    layer = reference()
-    if layer is not None and not any(listener.moves_weight for listener in layer.listeners):
-        layer.renew_sketch()
 
 
 class CompactLinear(CompactLayer, nn.Linear):
