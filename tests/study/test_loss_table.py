@@ -42,3 +42,18 @@ def test_study_tables_say_the_options_of_each_row(name) -> None:
     assert rows
     for row in rows:
         assert "lr=" in row or "lr=" in header
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [
+        ({0.1: (3.0,), 0.2: (2.0, 9.0), 0.4: (2.5,)}, 0.2),  # the first seed's, although the other's mean is lower
+        ({0.1: (2.0,), 0.2: (1.0, 3.5), 0.4: (1.5, 2.0)}, 0.4),  # as many seeds, and a lower mean
+    ],
+)
+def test_the_best_rate_of_a_finetuning_method(losses, best) -> None:
+    rates = {
+        rate: [{"seed": str(seed), "loss_100": str(loss)} for seed, loss in enumerate(of)]
+        for rate, of in losses.items()
+    }
+    assert sys.modules["page_tables.finetuning"]._best(rates) == best
