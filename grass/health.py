@@ -1,10 +1,10 @@
-"""Checks for failures that raise no error: weights without gradients, overdue refreshes."""
+"""Checks for failures that raise no error: weights without gradients, overdue refreshes, replaced parameters."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from grass.compact_mode.layer import CompactLayer
 from grass.compact_mode.reads import can_watch
 from grass.options import parameter_names
+from grass.parallel.shards import is_sharded
 from grass.selection.rules import needs_norms
 from grass.state.schema import State, shared_steps
 
@@ -23,16 +24,21 @@ SOON = 2
 
 
 class Health:
-    """Warns once about weights without a gradient for a whole interval, overdue refreshes, and unfrozen parameters."""
+    """Warns once of weights without a gradient for a whole interval, of overdue refreshes, and of parameters of the
+    model that the optimizer does not have: unfrozen ones, and those that others were replaced by.
+    """
 
     def __init__(self) -> None:
         self._missed: dict[str, int] = {}
         self._warned: set[str] = set()
         self._left_out: list[_Place] = []
+        self._held: list[_Place] = []
+        self._turn = 0
 
-    def leave_out(self, model: nn.Module) -> None:
-        """Note the parameters of a model that the optimizer did not get because they are frozen."""
+    def know(self, model: nn.Module, held: Collection[int]) -> None:
+        """Note where a model has the parameters that the optimizer got, by ``id``, and those that are frozen."""
         self._left_out += _frozen(model)
+        self._held += [place for place in _places(model) if place.first in held]
 
     def check(
         self,
@@ -63,6 +69,7 @@ class Health:
             overdue,
         )
         self._check_left_out(groups)
+        self._check_replaced(groups)
 
     def _check_left_out(self, groups: list[dict[str, Any]]) -> None:
         """Name parameters that have been unfrozen and that no group has."""
@@ -76,6 +83,25 @@ class Health:
             "were frozen when this optimizer was built from the model, have been unfrozen and do not train: add them "
             "by add_param_group, or build the optimizer before you freeze",
             list(map(repr, missing)),
+        )
+
+    def _check_replaced(self, groups: list[dict[str, Any]]) -> None:
+        """Name parameters in whose place the model has others now; each step looks at one place, then at all.
+
+        FSDP replaces parameters for the time of a forward: sharded ones are not looked for.
+        """
+        self._turn = (self._turn + 1) % max(1, len(self._held))
+        if not self._held or not self._held[self._turn].is_lost(groups):
+            return
+        if any(is_sharded(p) for group in groups for p in group["params"]):
+            self._held = []
+            return
+        lost = [place for place in self._held if place.is_lost(groups)]
+        self._held = [place for place in self._held if place not in lost]
+        self._warn(
+            "were replaced after this optimizer was built, as by load_state_dict(..., assign=True) or resized "
+            "embeddings, and those in the model now do not train: build the optimizer afterwards",
+            [repr(place.name) for place in lost],
         )
 
     def _is_idle(self, name: str, patience: int) -> bool:
@@ -95,23 +121,36 @@ class _Place(NamedTuple):
     name: str
     module: weakref.ref[nn.Module]
     own_name: str
+    first: int
+    """``id`` of the parameter that was there when it was noted; an optimizer that holds it keeps it alive."""
 
     def parameter(self) -> Tensor | None:
         """The parameter that is there now."""
         module = self.module()
         return None if module is None else module._parameters.get(self.own_name)
 
+    def is_lost(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether another parameter is there now, which trains but is in no group."""
+        p = self.parameter()
+        if p is None or id(p) == self.first or not p.requires_grad:
+            return False
+        return all(p is not own for group in groups for own in group["params"])
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    """Where a model has its parameters."""
+    for prefix, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                yield _Place(f"{prefix}.{name}" if prefix else name, weakref.ref(module), name, id(p))
+
 
 def _frozen(model: nn.Module) -> list[_Place]:
     """The frozen parameters of a model, without the weights of converted layers whose active rows train."""
     layers = [layer for layer in model.modules() if isinstance(layer, CompactLayer)]
     weights = {id(layer.own_weight()) for layer in layers if layer.active.requires_grad}
-    return [
-        _Place(f"{prefix}.{name}" if prefix else name, weakref.ref(module), name)
-        for prefix, module in model.named_modules()
-        for name, p in module._parameters.items()
-        if p is not None and not p.requires_grad and id(p) not in weights
-    ]
+    places = ((place, place.parameter()) for place in _places(model))
+    return [place for place, p in places if p is not None and not p.requires_grad and id(p) not in weights]
 
 
 def _patience(layer: CompactLayer | None, group: dict[str, Any]) -> int:

@@ -205,7 +205,7 @@ class GrassAdamW(Optimizer):
         self._named_by_model = isinstance(params, nn.Module)
         super().__init__(trainable_parameters(params) if isinstance(params, nn.Module) else params, as_plain(defaults))
         if isinstance(params, nn.Module):
-            self._health.leave_out(params)
+            self._health.know(params, {id(p) for group in self.param_groups for p in group["params"]})
         report_decay(self.param_groups, self.layers().keys())
 
     def _offload_by(self, options: Offload | None) -> None:
@@ -256,7 +256,7 @@ class GrassAdamW(Optimizer):
         if isinstance(named := param_group.get("params"), NamedByModel):
             self._named_by_model = True
             if named.model is not None and (model := named.model()) is not None:
-                self._health.leave_out(model)
+                self._health.know(model, {id(p) for p in tensors_of(named)})
         group = as_plain(param_group)
         if not isinstance(group["params"], (Tensor, set)):  # torch refuses sets, which have no order
             group["params"] = list(group["params"])

@@ -87,7 +87,8 @@ class Loading:
             if loading["state"].get(key) and not fits:
                 raise ValueError(
                     f"State of parameter {key} of shape {tuple(p.shape)} is that of plain AdamW or of other rows: "
-                    "optimizer state does not carry over between AdamW, dense and compact mode; load only the model"
+                    "optimizer state does not carry over between AdamW, dense and compact mode, nor to groups in "
+                    "another order; build the groups as they were, or load only the model"
                 )
             if layer and state:
                 check_rows(layer, state)

@@ -106,6 +106,37 @@ def test_parameters_that_are_unfrozen_later_are_named_once(mode: str, caplog) ->
     assert messages(caplog).endswith("or build the optimizer before you freeze: 'norm.weight'")
 
 
+@pytest.mark.parametrize("kind", [GrassAdamW, grass.GrassMuon])
+def test_parameters_that_are_replaced_after_the_optimizer_was_built_are_named_once(kind: type, caplog) -> None:
+    """Those of the layers that are not converted, by ``assign=True``; the active rows stay."""
+    model = Network()
+    grass.compact(model, rank=3)
+    optimizer = kind(model)
+    train(model, optimizer, batches(1))
+    caplog.clear()
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    kept = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    lost = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in kept]
+    assert "norm.weight" in lost
+    train(model, optimizer, batches(2 * len(lost)))
+    assert len(caplog.records) == 1
+    text = messages(caplog)
+    assert text.startswith(f"Grass: {len(lost)} weights were replaced after this optimizer was built")
+    assert all(repr(name) in text for name in lost)
+
+
+def test_parameters_that_the_loop_takes_out_or_that_others_share_are_not_replaced(caplog) -> None:
+    model = Network()
+    grass.compact(model, rank=3)
+    plain = [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith("active")]
+    optimizer = GrassAdamW(model)
+    before = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = [p for p in before if all(p is not own for own in plain[:1])]
+    model.load_state_dict(model.state_dict())
+    train(model, optimizer, batches(3 * len(plain)))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(("rule", "warns"), [("multinomial_norm", True), ("uniform", False)])
 def test_gradients_by_hand_bring_no_norms(rule: str, warns: bool, caplog) -> None:
     model = Network()
