@@ -78,6 +78,8 @@ ALIASES = {
     "@facts-8": "task=facts & "
     "settings=lr=0.002 rank=0.125 explore=0.125 compact=True autocast=False only_projected=True",
     "@facts-lora": "task=facts & settings=lr=0.004 autocast=False adapter=lora adapter_rank=20 only_projected=True",
+    "@facts-rslora": "task=facts & settings=lr=0.002 autocast=False adapter=rslora adapter_rank=20 only_projected=True",
+    "@facts-wider": "task=facts & settings=lr=0.004 autocast=False adapter=lora adapter_rank=48 only_projected=True",
     "@docs-dense": "task=instruct & optimizer=grass & settings=lr=0.008 autocast=False only_projected=True",
     "@docs-lora": "task=instruct & settings=lr=0.008 autocast=False adapter=lora adapter_rank=20 only_projected=True",
     "@docs-adamw": "task=instruct & optimizer=adamw & settings=lr=0.002 autocast=False only_projected=True",
