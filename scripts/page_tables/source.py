@@ -86,6 +86,11 @@ ALIASES = {
     "@docs-4": "task=instruct & settings=lr=0.002 explore=0.25 compact=True autocast=False only_projected=True",
     "@docs-8": "task=instruct & "
     "settings=lr=0.002 rank=0.125 explore=0.125 compact=True autocast=False only_projected=True",
+    "@packages-adamw": "task=classify & optimizer=adamw & settings=lr=0.001 autocast=False only_projected=True",
+    "@packages-8": "task=classify & "
+    "settings=lr=0.001 rank=0.125 explore=0.125 compact=True autocast=False only_projected=True",
+    "@packages-lora": "task=classify & "
+    "settings=lr=0.004 autocast=False adapter=lora adapter_rank=20 only_projected=True",
     "@galore": f"{PRETRAIN} & optimizer=galore & settings=lr=0.012 update_interval=50",
     "@apollo": f"{PRETRAIN} & optimizer=apollo & settings=lr=0.012 update_interval=50",
     "@bank": f"{PRETRAIN} & optimizer=grass & settings=lr=0.012 update_interval=25 scale=0.25 "

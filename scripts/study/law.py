@@ -9,8 +9,8 @@ with more seeds at the best, then that with more rates. Where other parameters h
 which the best is inside, then that with more seeds, then that which ended lowest. Of a width and a horizon at which
 AdamW's best rate is inside, ``times = (n / (r + q)) ** exponent`` is fitted by least squares to the logarithms of all
 that are inside; ``residual`` is what is left, in powers of two. ``losses`` are those of ``seeds`` at ``at``, the rate
-that ended lowest with the first. What a seed has not in that precision it has from another: precisions move a loss as
-much as seeds do, and none ends lower (``docs/quality.md``).
+that ended lowest with the first. What a seed has not in that precision, or a rate where the best is not inside, comes
+from another: precisions move a loss as much as seeds do, and none ends lower (``docs/quality.md``).
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def best_rates(cells: pd.DataFrame) -> pd.DataFrame:
     for key, group in pd.DataFrame(_swept(cells)).groupby([*WIDTH_AND_HORIZON, "moving"]):
         if found := list(_at_best_other(group)):
             best = max(found, key=lambda each: (each.inside, len(each.losses), len(each.tried)))
-            rows.append((*key, *_as_text(best, _by_other(group)[best.other].loc[best.at])))
+            pooled = _by_other(group)[best.other]
+            best = best if best.inside else _best_of(best.other, best.table.combine_first(pooled))
+            rows.append((*key, *_as_text(best, pooled.loc[best.at])))
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -84,7 +86,7 @@ def _by_other(cells: pd.DataFrame) -> dict[float, pd.DataFrame]:
 
 
 class _Best(NamedTuple):
-    """What is best in a table of losses by rate and seed; ``losses`` are those at the rate ``at``, by seed."""
+    """What is best in a ``table`` of losses by rate and seed; ``losses`` are those at the rate ``at``, by seed."""
 
     other: float
     tried: pd.Index
@@ -92,12 +94,13 @@ class _Best(NamedTuple):
     inside: bool
     at: float
     losses: pd.Series
+    table: pd.DataFrame
 
 
 def _best_of(other: float, table: pd.DataFrame) -> _Best:
     curve = table[SEED].dropna()
     at = float(curve.idxmin())
-    return _Best(other, curve.index, *lowest(curve), at, table.loc[at].dropna())
+    return _Best(other, curve.index, *lowest(curve), at, table.loc[at].dropna(), table)
 
 
 COLUMNS = [*WIDTH_AND_HORIZON, "moving", "other", "tried", "best", "inside", "at", "seeds", "losses"]

@@ -102,6 +102,17 @@ def test_seeds_that_a_precision_lacks_come_from_another():
     assert row["losses"] == "2.0000 2.2500 2.7500"
 
 
+def test_a_rate_that_a_precision_lacks_brackets_the_best():
+    """Only where the best is not inside."""
+    edge = [cell("1m", f"scale={scale} {ADAMW}", loss) for scale, loss in ((1.0, 4.0), (0.5, 3.0), (0.25, 2.0))]
+    other = cell("1m", f"scale=0.125 {ADAMW} autocast=False", 3.0)
+    (row,) = law.best_rates(pd.DataFrame([*edge, other])).to_dict("records")
+    assert (row["tried"], row["inside"]) == ("0.0015 0.003 0.006 0.012", True)
+    inside = [*edge, cell("1m", f"scale=0.125 {ADAMW}", 2.5), cell("1m", f"scale=0.0625 {ADAMW} autocast=False", 1.0)]
+    (row,) = law.best_rates(pd.DataFrame(inside)).to_dict("records")
+    assert (row["tried"], row["inside"]) == ("0.0015 0.003 0.006 0.012", True)
+
+
 def test_the_committed_law_is_that_of_the_committed_cells(tmp_path):
     (tmp_path / "cells.csv").write_text((DIRECTORY / "cells.csv").read_text())
     law.main(["--directory", str(tmp_path), "--out", str(tmp_path)])
