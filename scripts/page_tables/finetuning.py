@@ -35,17 +35,11 @@ def adapters_float32() -> str:
     return table([*HEAD[:4], "peak", *HEAD[4:], "loss on other text"], lines)
 
 
-def embeddings_too() -> str:
-    """Likewise in float32, with embeddings, norms and head trained at full rank by the same learning rate."""
-    return table([*HEAD, "loss on other text"], _lines(float32=True, only_projected=False))
-
-
-def _lines(*, float32: bool, only_projected: bool = True) -> list[list[str]]:
+def _lines(*, float32: bool) -> list[list[str]]:
     found: dict[tuple[str, str], dict[float, list[Row]]] = {}
     for row in read("cells.csv"):
         values = settings_of(row)
-        alike = ("only_projected" in values) == only_projected and ("autocast" in values) == float32
-        if row["task"] in TASKS and alike:
+        if "only_projected" in values and ("autocast" in values) == float32:
             rates = found.setdefault((row["task"], method(row["optimizer"], row["settings"])), {})
             rates.setdefault(float(values["lr"]), []).append(row)
     lines = []

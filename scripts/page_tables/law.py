@@ -79,31 +79,24 @@ def law_losses() -> str:
 
 
 def precisions() -> str:
-    """By how much cells of the law differ that ran in two precisions, on two devices or with two seeds."""
-    losses = {}
+    """The differences of cells of the law that ran in two precisions, on two devices or with two seeds."""
+    cells: dict[tuple[str, ...], dict[tuple[str, str], float]] = {}
     for name, device in (("cells.csv", "CPU"), ("gpu/cells.csv", "GPU")):
         for row in select(name, "pretrain & grass"):
             if is_of_the_law(values := settings_of(row)):
                 kind = "float32" if values.pop("autocast", None) else device
-                losses[row["model"], row["steps"], str(sorted(values.items())), kind, row["seed"]] = float(
-                    row["loss_100"]
-                )
+                cell = row["model"], row["steps"], str(sorted(values.items()))
+                cells.setdefault(cell, {})[kind, row["seed"]] = float(row["loss_100"])
+    seeds = sorted({seed for runs in cells.values() for _, seed in runs})
     changes = {
-        "bf16 autocast instead of float32": ("float32", None, "CPU", None),
-        "a GPU instead of a CPU, bf16 autocast": ("CPU", None, "GPU", None),
-        "the second seed instead of the first": (None, "0", None, "1"),
+        "bf16 autocast instead of float32": [(("float32", seed), ("CPU", seed)) for seed in seeds],
+        "a GPU instead of a CPU, bf16 autocast": [(("CPU", seed), ("GPU", seed)) for seed in seeds],
+        "the second seed instead of the first": [((kind, "0"), (kind, "1")) for kind in ("float32", "CPU", "GPU")],
     }
     lines = []
-    for change, (kind, seed, other_kind, other_seed) in changes.items():
-        differences = [
-            losses[other] - loss
-            for (*cell, of_kind, of_seed), loss in losses.items()
-            if of_kind == (kind or of_kind)
-            and of_seed == (seed or of_seed)
-            and (other := (*cell, other_kind or of_kind, other_seed or of_seed)) in losses
-        ]
-        numbers = fmean(differences), stdev(differences)
-        lines.append([change, str(len(differences)), f"{numbers[0]:+.3f}", f"{numbers[1]:.3f}"])
+    for change, pairs in changes.items():
+        found = [runs[new] - runs[old] for runs in cells.values() for old, new in pairs if old in runs and new in runs]
+        lines.append([change, str(len(found)), f"{fmean(found):+.3f}", f"{stdev(found):.3f}"])
     return table(["change", "pairs of cells", "mean difference of losses", "standard deviation"], lines)
 
 

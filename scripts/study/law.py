@@ -42,6 +42,7 @@ LEAST = 3
 SEEDS = 3
 """Losses at the best rate; fewer are made up from other precisions."""
 WIDTH_AND_HORIZON = ["hidden", "steps"]
+COLUMNS = [*WIDTH_AND_HORIZON, "moving", "other", "tried", "best", "inside", "at", "seeds", "losses"]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -103,14 +104,12 @@ def _best_of(other: float, table: pd.DataFrame) -> _Best:
     return _Best(other, curve.index, *lowest(curve), at, table.loc[at].dropna(), table)
 
 
-COLUMNS = [*WIDTH_AND_HORIZON, "moving", "other", "tried", "best", "inside", "at", "seeds", "losses"]
-
-
 def _as_text(best: _Best, pooled: pd.Series) -> tuple[Any, ...]:
     """The last ``COLUMNS``; ``pooled`` has the losses at ``best.at`` in all precisions, for seeds that lack one."""
     losses = best.losses if len(best.losses) >= SEEDS else best.losses.combine_first(pooled.dropna())
     tried, seeds = (" ".join(f"{value:.2g}" for value in values) for values in (best.tried, losses.index))
-    return *best[:1], tried, *best[2:5], seeds, " ".join(f"{loss:.4f}" for loss in losses)
+    written = " ".join(f"{loss:.4f}" for loss in losses)
+    return best.other, tried, best.best, best.inside, best.at, seeds, written
 
 
 def _swept(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
