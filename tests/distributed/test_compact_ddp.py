@@ -36,7 +36,7 @@ def every_rule(rank: int) -> list[tuple[dict[str, Tensor], list[list[int]]]]:
     return trained
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_joint_training_equals_one_process(size: int) -> None:
     ranks = run_world(every_rule, size)
     expected = []

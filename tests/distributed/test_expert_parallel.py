@@ -199,7 +199,7 @@ def trained(sizes: tuple[int, ...], dim: int, folder: Path, first: int) -> list[
 @pytest.mark.parametrize(
     ("sizes", "others"),
     [
-        pytest.param((2,), [()], id="two ranks"),
+        pytest.param((2,), [()], id="two ranks", marks=pytest.mark.slow),
         pytest.param((), [(2,)], id="one process"),
         pytest.param((4,), [(), (2,), (2, 2)], id="four ranks", marks=pytest.mark.slow),
         pytest.param((2, 2), [(), (4,)], id="fsdp2", marks=pytest.mark.slow),

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -69,6 +70,7 @@ def sharded(rank: int, path: Path) -> dict[str, Any]:
     return ends
 
 
+@pytest.mark.slow
 def test_replicas_and_shards_train_as_one_process_and_go_on(tmp_path: Path) -> None:
     model, optimizer = build()
     train(model, optimizer, joint_batches())

@@ -188,7 +188,7 @@ def test_resumes_with_a_sharded_bank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["compact", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("compact", marks=pytest.mark.soak), "fsdp"])
 def test_a_killed_worker_under_torchrun(mode: str, tmp_path: Path) -> None:
     """The agent restarts all, more than once if they miss each other, and training goes on from the last checkpoint."""
     kill = tmp_path / "kill.py"

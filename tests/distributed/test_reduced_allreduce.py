@@ -57,7 +57,8 @@ def every_configuration(rank: int) -> list[dict[str, torch.Tensor]]:
     return trained
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_joint_training_equals_one_process(size: int) -> None:
     ranks = run_world(every_configuration, size)
     expected = []

@@ -146,6 +146,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 every_case = given(settings_of(), places(), st.lists(st.one_of(ACTIONS), min_size=6, max_size=24), BOOLS)
 
 
+@pytest.mark.slow
 @every_case
 @settings(max_examples=60)
 def test_between_steps(setting: Setting, place: Place, actions: list[Action], late: bool) -> None:

@@ -202,10 +202,10 @@ def wrap_layers(model: Any) -> Any:
 EAGER_STEPS = [
     ("dense", compile_whole, 0),
     ("compact", compile_whole, 2),
-    ("compact", compile_in_place, 0),
+    pytest.param("compact", compile_in_place, 0, marks=pytest.mark.soak),
     ("dense", compile_layers, 2),
     ("compact", wrap_layers, 0),
-    ("dense", wrap_layers, 2),
+    pytest.param("dense", wrap_layers, 2, marks=pytest.mark.soak),
 ]
 """Each way to compile, in one of the modes or both, from the start or after so many steps."""
 

@@ -28,6 +28,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
 }
+LONG = ("bf16", "checkpointing")
 
 
 def run(
@@ -47,7 +48,10 @@ def run(
     return each
 
 
-@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize(
+    "features",
+    [pytest.param(FEATURES[name], id=name, marks=pytest.mark.slow if name in LONG else ()) for name in FEATURES],
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_trainer(tiny_llama: Build, tmp_path: Path, mode: str, features: dict[str, Any]) -> None:
     runs = []

@@ -30,15 +30,20 @@ def rows(tmp_path):
     return pd.read_csv(tmp_path / "cells.csv", dtype=str)
 
 
+def in_float32(grid, number):
+    """A cell of the grid. Without autocast, which takes long on a CPU without instructions for bfloat16."""
+    return dataclasses.replace(grid.cells[number], autocast=False)
+
+
 def test_a_cell_trains_and_reports(grid_file, tmp_path):
     grid = load_grid(grid_file)
-    adamw, grass = (pretrain(grid.cells[i], grid.data, tmp_path / str(i)) for i in (1, 3))
+    adamw, grass = (pretrain(in_float32(grid, i), grid.data, tmp_path / str(i)) for i in (1, 3))
     assert adamw["tokens"] == grass["tokens"] == 10 * 16
     assert grass["state_bytes"] < adamw["state_bytes"]
     for values in (adamw, grass):
         curve = [float(values[f"loss_{percent}"]) for percent in range(10, 101, 10)]
         assert 2 < curve[-1] < curve[0] < 6
-    assert pretrain(grid.cells[3], grid.data, tmp_path / "again") == grass
+    assert pretrain(in_float32(grid, 3), grid.data, tmp_path / "again") == grass
     assert not list(tmp_path.glob("*/checkpoints"))
 
 
@@ -51,20 +56,22 @@ def test_a_cell_goes_on_where_it_was_interrupted(grid_file, tmp_path, monkeypatc
             raise KeyboardInterrupt
         return evaluate(self)
 
-    whole = pretrain(grid.cells[number], grid.data, tmp_path / "whole")
+    cell = in_float32(grid, number)
+    whole = pretrain(cell, grid.data, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "evaluate", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            pretrain(grid.cells[number], grid.data, tmp_path / "parts")
+            pretrain(cell, grid.data, tmp_path / "parts")
     evaluated = []
     monkeypatch.setattr(Trainer, "evaluate", lambda self: (evaluated.append(self.step), evaluate(self))[1])
-    assert pretrain(grid.cells[number], grid.data, tmp_path / "parts") == whole
+    assert pretrain(cell, grid.data, tmp_path / "parts") == whole
     assert evaluated == [7, 8, 9, 10]
 
 
+@pytest.mark.slow
 def test_weights_in_bfloat16(grid_file, tmp_path):
     grid = load_grid(grid_file)
-    cell = dataclasses.replace(grid.cells[1], autocast=False)
+    cell = in_float32(grid, 1)
     half = pretrain(dataclasses.replace(cell, bf16_weights=True), grid.data, tmp_path / "half")
     assert half["gradient_bytes"] == pretrain(cell, grid.data, tmp_path / "float32")["gradient_bytes"] // 2
     assert 2 < float(half["loss_100"]) < float(half["loss_10"]) < 6
@@ -72,7 +79,7 @@ def test_weights_in_bfloat16(grid_file, tmp_path):
 
 def test_gradients_far_below_eps_move_nothing(grid_file, tmp_path):
     grid = load_grid(grid_file)
-    values = pretrain(dataclasses.replace(grid.cells[1], clip=1e-12), grid.data, tmp_path)
+    values = pretrain(dataclasses.replace(in_float32(grid, 1), clip=1e-12), grid.data, tmp_path)
     assert float(values["loss_100"]) == pytest.approx(float(values["loss_10"]), abs=2e-3)
 
 
