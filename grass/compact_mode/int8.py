@@ -71,7 +71,8 @@ class Int8Storage(WeightStorage):
         if now is not None and agreed is not None and now[0] != agreed[0]:
             raise RuntimeError(
                 f"The 8-bit codes and the active rows of {layer.label!r} were both changed from outside and do not "
-                "agree, as by an average of parameters: codes have none. Average by grass.AveragedModel"
+                "agree, as by an average of parameters: codes have none. Average by grass.AveragedModel; give a model "
+                "another dtype before you copy it"
             )
         layer.reload()
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -65,6 +65,8 @@ def _owner(layer: CompactLayer) -> Optimizer | None:
 def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that would leave converted layers untrained; called before every step of every optimizer.
 
+    Layers with gradients that no optimizer has are named in a warning, once for each optimizer.
+
     Raises:
         RuntimeError: it was built before the conversion, it trains active rows that nothing writes back, or it is
             torch's ``ZeroRedundancyOptimizer``.
@@ -93,7 +95,26 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 f"{type(optimizer).__name__} would train active rows that never reach the model's weights: use "
                 "grass.GrassAdamW, or call grass.attach(optimizer, model) once after building this one"
             )
+    if optimizer not in _CHECKED:
+        _report_unheld(held)
     _CHECKED[optimizer] = version
+
+
+def _report_unheld(held: Collection[int]) -> None:
+    """Warn of active rows that have a gradient, are not in the optimizer that steps, and never were in one of ours."""
+    missing = []
+    for layer in LAYERS:
+        active = layer._parameters.get("active")
+        if active is not None and active.grad is not None and layer.owner is None and id(active) not in held:
+            missing.append(repr(layer.label))
+    if missing:
+        logger.warning(
+            "Grass: the active rows of %d layers have gradients, are in no optimizer and do not train: %s. Build the "
+            "optimizer from all parameters with requires_grad: active rows are not found by the ending 'weight' of "
+            "their names. If gradients are handed on to another model, that one may have selected other columns",
+            len(missing),
+            ", ".join(sorted(missing)),
+        )
 
 
 def _watch_optimizers() -> None:

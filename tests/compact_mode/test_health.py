@@ -299,3 +299,34 @@ def test_int8_is_at_hand() -> None:
     command = "import grass; print(grass.int8.plain_state_dict.__name__)"
     printed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "plain_state_dict"
+
+
+def test_active_rows_that_no_optimizer_has_are_named_once(caplog) -> None:
+    """Groups by the endings of names have biases and norms, and no active rows."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    grass.compact(model, rank=0.25)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [[p for name, p in named if name.endswith(ending)] for ending in ("weight", "bias")]
+    optimizer = GrassAdamW([{"params": params} for params in groups], lr=0.1)
+    caplog.clear()
+    for _ in range(3):
+        model(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+    assert len(caplog.records) == 1
+    assert "of 2 layers have gradients, are in no optimizer and do not train: '0', '2'" in messages(caplog)
+
+
+def test_active_rows_of_other_optimizers_are_not_named(caplog) -> None:
+    """As of a GAN's other network; or of a model whose optimizer is gone."""
+    networks = [nn.Linear(8, 8) for _ in range(3)]
+    for network in networks:
+        grass.compact(network, rank=0.25)
+    optimizers = [GrassAdamW(network, lr=0.1, seed=seed) for seed, network in enumerate(networks)]
+    del optimizers[2]
+    gc.collect()
+    caplog.clear()
+    for network in networks:
+        network(torch.randn(4, 8)).square().sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not caplog.records

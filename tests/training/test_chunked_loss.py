@@ -8,7 +8,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from grass.chunked_loss import IGNORED, chunk_loss, chunked_cross_entropy
 from grass.memory.llama import llama_config
@@ -82,6 +92,62 @@ def test_a_models_own_loss(shifted):
     actual.loss.backward()
     for one, other in zip(chunked.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("items", [7, torch.tensor(7)], ids=["number", "tensor"])
+def test_a_sum_over_the_items_of_accumulated_batches(items):
+    """Trainer passes how many tokens all micro-batches have, and divides by nothing else."""
+    plain, chunked = models()
+    ids = torch.randint(VOCABULARY, (2, 12))
+    expected, actual = (model(input_ids=ids, labels=ids, num_items_in_batch=items).loss for model in (plain, chunked))
+    torch.testing.assert_close(actual, expected)
+
+
+MIXTURE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+MIXTURE |= {"num_key_value_heads": 1, "vocab_size": 31, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+MIXTURES = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
+    "qwen3": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 8}),
+}
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["argument", "configuration"])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_the_balance_of_routers_is_added(kind, asked):
+    build, config, sizes = MIXTURES[kind]
+    torch.manual_seed(0)
+    plain = build(config(**MIXTURE, **sizes, output_router_logits=not asked))
+    chunked = copy.deepcopy(plain)
+    chunk_loss(chunked, 5)
+    ids = torch.randint(31, (2, 12))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": (torch.arange(12) < 9).expand(2, 12).long()}
+    batch |= {"output_router_logits": True} if asked else {}
+    expected, actual = plain(**batch), chunked(**batch)
+    assert expected.aux_loss > 0
+    torch.testing.assert_close(actual.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(actual.loss, expected.loss)
+    expected.loss.backward()
+    actual.loss.backward()
+    for one, other in zip(chunked.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_another_loss_of_routers_is_refused():
+    _, model = models()
+    ids = torch.randint(VOCABULARY, (2, 12))
+    with pytest.raises(ValueError, match="not transformers' usual loss of its routers"):
+        model(input_ids=ids, labels=ids, output_router_logits=True)
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="not transformers' usual loss of its routers"):
+        chunk_loss(model, 4)
+
+
+@pytest.mark.parametrize("argument", [{"logits_to_keep": 1}, {"ignore_index": 3}, {"return_dict": False}], ids=str)
+def test_arguments_that_would_be_ignored_are_refused(argument):
+    _, model = models()
+    ids = torch.randint(VOCABULARY, (2, 12))
+    with pytest.raises(ValueError, match=f"{next(iter(argument))} with labels"):
+        model(input_ids=ids, labels=ids, **argument)
 
 
 def test_copies_compute_their_own_loss():
