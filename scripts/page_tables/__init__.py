@@ -79,6 +79,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "reach_by_horizon": exploring.reach_by_horizon,
     "adapters": finetuning.adapters,
     "adapters_float32": finetuning.adapters_float32,
+    "embeddings_too": finetuning.embeddings_too,
     "sweep_search": sweep.search,
     "sweep_stopping": sweep.stopping,
 }

@@ -35,11 +35,16 @@ def adapters_float32() -> str:
     return table([*HEAD[:4], "peak", *HEAD[4:], "loss on other text"], lines)
 
 
-def _lines(*, float32: bool) -> list[list[str]]:
+def embeddings_too() -> str:
+    """Likewise with embeddings and norms trained too, in float32."""
+    return table([*HEAD, "loss on other text"], _lines(float32=True, all_train=True))
+
+
+def _lines(*, float32: bool, all_train: bool = False) -> list[list[str]]:
     found: dict[tuple[str, str], dict[float, list[Row]]] = {}
     for row in read("cells.csv"):
         values = settings_of(row)
-        if "only_projected" in values and ("autocast" in values) == float32:
+        if row["task"] in TASKS and ("only_projected" in values, "autocast" in values) == (not all_train, float32):
             rates = found.setdefault((row["task"], method(row["optimizer"], row["settings"])), {})
             rates.setdefault(float(values["lr"]), []).append(row)
     lines = []

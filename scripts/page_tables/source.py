@@ -3,6 +3,7 @@
 A reference names a file, a row and a column. The row is given by values joined with ``&``. Each is ``column=value``, or
 a value that some column of the row has; ``@dense`` and others stand for a method of the study. ``mean loss_100``
 averages the column over all rows that match, and ``count loss_100`` counts them; otherwise exactly one row must match.
+Rows that match either of two are ``A & B | C & D``.
 An expression holds references in brackets: ``[a.csv: x: ms] / [a.csv: y: ms]``.
 """
 
@@ -34,6 +35,8 @@ ALIASES = {
     "@wide-16-auto": "task=pretrain & model=28m-wide & "
     "settings=lr=0.012 rank=0.0625 scale=0.125 explore=0.0625 compact=True",
     "@wide-16": "task=pretrain & model=28m-wide & settings=lr=0.012 rank=0.0625 scale=0.25 explore=0.0625 compact=True",
+    "@float32-wide-16": "task=pretrain & model=28m-wide & "
+    "settings=lr=0.012 rank=0.0625 scale=0.25 explore=0.0625 compact=True autocast=False",
     "@long-wide-8": "task=pretrain & model=9m-wide & settings=lr=0.012 rank=0.09375 update_interval=100 scale=0.25 "
     "selection=balanced explore=0.03125 compact=True",
     "@long-wide-2": "task=pretrain & model=9m-wide & "
@@ -80,6 +83,14 @@ ALIASES = {
     "@facts-lora": "task=facts & settings=lr=0.004 autocast=False adapter=lora adapter_rank=20 only_projected=True",
     "@facts-rslora": "task=facts & settings=lr=0.002 autocast=False adapter=rslora adapter_rank=20 only_projected=True",
     "@facts-wider": "task=facts & settings=lr=0.004 autocast=False adapter=lora adapter_rank=48 only_projected=True",
+    "@all-facts-dense": "task=facts & optimizer=grass & settings=lr=0.004 autocast=False",
+    "@all-facts-8": "task=facts & settings=lr=0.004 rank=0.125 explore=0.125 compact=True autocast=False",
+    "@all-facts-adamw": "task=facts & optimizer=adamw & settings=lr=0.004 autocast=False",
+    "@all-facts-lora": "task=facts & settings=lr=0.004 autocast=False adapter=lora adapter_rank=20",
+    "@all-docs-dense": "task=instruct & optimizer=grass & settings=lr=0.004 autocast=False",
+    "@all-docs-8": "task=instruct & settings=lr=0.002 rank=0.125 explore=0.125 compact=True autocast=False",
+    "@all-docs-adamw": "task=instruct & optimizer=adamw & settings=lr=0.002 autocast=False",
+    "@all-docs-lora": "task=instruct & settings=lr=0.004 autocast=False adapter=lora adapter_rank=20",
     "@docs-dense": "task=instruct & optimizer=grass & settings=lr=0.008 autocast=False only_projected=True",
     "@docs-lora": "task=instruct & settings=lr=0.008 autocast=False adapter=lora adapter_rank=20 only_projected=True",
     "@docs-adamw": "task=instruct & optimizer=adamw & settings=lr=0.002 autocast=False only_projected=True",
@@ -120,7 +131,8 @@ def select(name: str, selector: str) -> list[Row]:
     """
     for alias, meaning in ALIASES.items():
         selector = selector.replace(alias, meaning)
-    found = [row for row in read(name) if all(_matches(row, part.strip()) for part in selector.split(" & "))]
+    every = [alternative.split(" & ") for alternative in selector.split(" | ")]
+    found = [row for row in read(name) if any(all(_matches(row, part.strip()) for part in parts) for parts in every)]
     if not found:
         raise ValueError(f"No row of {name} matches {selector!r}")
     return found
