@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from grass.labels import IGNORED, changes_logits, next_tokens
+from grass.private_names import FakeTensor
 
-REFUSED = {"logits_to_keep": 0, "ignore_index": IGNORED, "return_dict": True}
+REFUSED = {
+    "logits_to_keep": 0,
+    "ignore_index": IGNORED,
+    "return_dict": True,
+    "output_hidden_states": False,
+    "output_attentions": False,
+}
 """Arguments of a forward with labels that would be ignored, and the values that change nothing."""
+COMPARED = 16
+"""Tokens whose loss is compared with the model's own."""
+NOT_COMPARED = ("attention_mask", "position_ids", "shift_labels")
 ROUTING = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
 """What a mixture knows of its routers."""
 
@@ -50,8 +63,9 @@ def chunked_cross_entropy(
     if chunk_tokens < 1:
         raise ValueError(f"Invalid {chunk_tokens=}: must be >= 1")
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    draws = not isinstance(head, nn.Linear)  # as adapters with dropout do
     losses = [
-        checkpoint(_summed_loss, h, t, head, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(_summed_loss, h, t, head, use_reentrant=False, preserve_rng_state=draws)
         for h, t in zip(torch.split(hidden, chunk_tokens), torch.split(targets, chunk_tokens), strict=True)
     ]
     items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
@@ -61,45 +75,115 @@ def chunked_cross_entropy(
 def chunk_loss(model: PreTrainedModel, chunk_tokens: int) -> None:
     """Have ``model(input_ids=..., labels=...)`` compute its loss by :func:`chunked_cross_entropy` from now on.
 
-    The output has that loss and no logits; without labels nothing changes. As with transformers' own loss, labels are
-    shifted by one unless ``shift_labels`` says what each position predicts, ``num_items_in_batch`` is what the sum over
-    tokens is divided by, and with ``output_router_logits`` the balance of a mixture's routers is added. Call it before
-    DDP or ``fully_shard``.
+    The output has that loss and no logits; without labels nothing changes. As with transformers' ``ForCausalLMLoss``,
+    labels are shifted by one unless ``shift_labels`` says what each position predicts, ``num_items_in_batch`` is what
+    the sum over tokens is divided by, and with ``output_router_logits`` the balance of a mixture's routers is added.
+    The first forward with labels compares this loss of a few tokens with the model's own. Call it before DDP or
+    ``fully_shard``.
 
     Raises:
-        ValueError: ``chunk_tokens`` is no positive integer, or the model does more to its logits than its head, or has
-            a loss of its routers that is not transformers' ``load_balancing_loss_func``. A forward with labels and
-            ``logits_to_keep``, ``ignore_index`` or ``return_dict=False`` raises it too.
+        TypeError: the model is none of transformers, as PEFT's wrapper: take its ``get_base_model()``.
+        ValueError: ``chunk_tokens`` is no positive integer, or the model has no head, has an encoder, does more to its
+            logits than its head, or has a loss of its routers that is not transformers' ``load_balancing_loss_func``.
+            The first forward with labels: the model's own loss is another. Any: labels come with ``logits_to_keep``,
+            ``ignore_index``, ``return_dict=False`` or what else would be ignored.
     """
     if chunk_tokens < 1:
         raise ValueError(f"Invalid {chunk_tokens=}: must be >= 1")
+    _check_model(model)
+    own = type(model).forward
+    names, checked = list(inspect.signature(own).parameters)[1:], False
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal checked
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        labels = kwargs.pop("labels", None)
+        if labels is None:
+            return type(self).forward(self, **kwargs)
+        if refused := [name for name, default in REFUSED.items() if kwargs.get(name, default) not in (None, default)]:
+            raise ValueError(f"{', '.join(refused)} with labels: a loss that is chunked does not take it")
+        if not checked and _can_compare(self):
+            _compare(self, labels, kwargs)
+            checked = True
+        return _forward(self, labels, kwargs, chunk_tokens)
+
+    model.forward = MethodType(forward, model)
+
+
+def _forward(model: Any, labels: Tensor, arguments: dict[str, Any], chunk_tokens: int) -> Any:
+    """The output of a model's forward with a chunked loss."""
+    targets, items = arguments.pop("shift_labels", None), arguments.pop("num_items_in_batch", None)
+    outputs = model.base_model(**arguments)
+    loss = chunked_cross_entropy(
+        outputs.last_hidden_state,
+        next_tokens(labels) if targets is None else targets,
+        model.get_output_embeddings(),
+        chunk_tokens=chunk_tokens,
+        num_items_in_batch=items,
+    )
+    if not _routes(model, arguments):
+        return CausalLMOutputWithPast(loss=loss)
+    mask = arguments.get("attention_mask")
+    balance = _balancing(model)(outputs.router_logits, model.num_experts, model.num_experts_per_tok, mask)
+    return MoeCausalLMOutputWithPast(loss=loss + model.router_aux_loss_coef * balance, aux_loss=balance)
+
+
+def _check_model(model: Any) -> None:
+    """Refuse models whose loss is not that of a head."""
+    kind, is_known = type(model).__name__, isinstance(model, PreTrainedModel)
+    if not is_known:
+        raise TypeError(f"chunk_loss() takes a model of transformers, got {kind}; of PEFT's take get_base_model()")
+    if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
+        raise ValueError(f"{kind} is no decoder with a head: its loss cannot be chunked")
     if (name := changes_logits(model.config)) is not None:
-        raise ValueError(f"{type(model).__name__} changes its logits ({name}): its loss cannot be chunked")
+        raise ValueError(f"{kind} changes its logits ({name}): its loss cannot be chunked")
     if _routes(model, {}):
         _balancing(model)
 
-    @functools.wraps(type(model).forward)
-    def forward(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        if labels is None:
-            return type(self).forward(self, *args, **kwargs)
-        if refused := [name for name, default in REFUSED.items() if kwargs.get(name, default) not in (None, default)]:
-            raise ValueError(f"{', '.join(refused)} with labels: a loss that is chunked does not take it")
-        targets, items = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
-        outputs = self.base_model(*args, **kwargs)
-        loss = chunked_cross_entropy(
-            outputs.last_hidden_state,
-            next_tokens(labels) if targets is None else targets,
-            self.get_output_embeddings(),
-            chunk_tokens=chunk_tokens,
-            num_items_in_batch=items,
-        )
-        if not _routes(self, kwargs):
-            return CausalLMOutputWithPast(loss=loss)
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        balance = _balancing(self)(outputs.router_logits, self.num_experts, self.num_experts_per_tok, mask)
-        return MoeCausalLMOutputWithPast(loss=loss + self.router_aux_loss_coef * balance, aux_loss=balance)
 
-    model.forward = MethodType(forward, model)
+def _can_compare(model: Any) -> bool:
+    """Whether losses are numbers here: not while a compiler traces, and not of fake tensors."""
+    weight = next(model.parameters())
+    return not (torch.compiler.is_compiling() or weight.is_meta or isinstance(weight, FakeTensor))
+
+
+@torch.no_grad()
+def _compare(model: Any, labels: Tensor, arguments: dict[str, Any]) -> None:
+    """Compare the chunked loss of the first row's first tokens with that of the model's own forward.
+
+    Both draw the same random numbers, which the next forward draws again.
+
+    Raises:
+        ValueError: they differ.
+    """
+    few: dict[str, Any] = {key: value for key, value in arguments.items() if value is None or isinstance(value, bool)}
+    for key, value in arguments.items():
+        if isinstance(value, Tensor) and value.shape[:2] == labels.shape and key not in NOT_COMPARED:
+            few[key] = value[:1, :COMPARED]
+    some = torch.arange(min(COMPARED, labels.shape[1]), device=labels.device)[None] % 2  # in every vocabulary
+    what = f"{type(model).__name__} computes another loss than the cross-entropy of its head's logits"
+    losses = []
+    for chunked in (False, True):
+        with _same_draws(model, labels.device):
+            try:
+                if chunked:
+                    losses.append(float(_forward(model, some, dict(few), COMPARED).loss))
+                else:
+                    losses.append(float(type(model).forward(model, **few, labels=some).loss))
+            except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+                raise ValueError(f"{what}, or none of a few tokens: it cannot be chunked ({error})") from error
+    exact = next(model.parameters()).dtype.itemsize >= 4 and not torch.is_autocast_enabled(labels.device.type)
+    tolerance = 1e-3 if exact and labels.device.type == "cpu" else 5e-3  # of matrices multiplied in other shapes
+    if not math.isclose(*losses, rel_tol=tolerance, abs_tol=tolerance) and not all(map(math.isnan, losses)):
+        raise ValueError(f"{what}: {losses[0]:.6g} of a few tokens, not {losses[1]:.6g}. It cannot be chunked")
+
+
+def _same_draws(model: Any, *devices: torch.device) -> AbstractContextManager[None]:
+    """A context that leaves the random generators of the model's devices as they were."""
+    others = {device for device in (*devices, *(p.device for p in model.parameters())) if device.type != "cpu"}
+    kind = next(iter(others)).type if others else "cuda"
+    return torch.random.fork_rng(list(others), device_type=kind)
 
 
 def _routes(model: Any, arguments: dict[str, Any]) -> bool:

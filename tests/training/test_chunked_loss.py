@@ -9,6 +9,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    BertLMHeadModel,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GraniteConfig,
@@ -20,7 +27,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from grass.chunked_loss import IGNORED, chunk_loss, chunked_cross_entropy
+from grass import chunked_loss
+from grass.chunked_loss import IGNORED, _compare, chunk_loss, chunked_cross_entropy
 from grass.memory.llama import llama_config
 
 VOCABULARY, HIDDEN = 101, 24
@@ -142,12 +150,89 @@ def test_another_loss_of_routers_is_refused():
         chunk_loss(model, 4)
 
 
-@pytest.mark.parametrize("argument", [{"logits_to_keep": 1}, {"ignore_index": 3}, {"return_dict": False}], ids=str)
+@pytest.mark.parametrize(
+    "argument",
+    [{"logits_to_keep": 1}, {"ignore_index": 3}, {"return_dict": False}, {"output_hidden_states": True}],
+    ids=str,
+)
 def test_arguments_that_would_be_ignored_are_refused(argument):
     _, model = models()
     ids = torch.randint(VOCABULARY, (2, 12))
     with pytest.raises(ValueError, match=f"{next(iter(argument))} with labels"):
         model(input_ids=ids, labels=ids, **argument)
+
+
+SMALL = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+OTHERS = {
+    "a transform before the decoder": lambda: BertLMHeadModel(
+        BertConfig(**SMALL, intermediate_size=24, is_decoder=True)
+    ),
+    "labels that are not shifted": lambda: BartForCausalLM(BartConfig(vocab_size=31, d_model=16, decoder_layers=1)),
+    "scaled logits": lambda: FalconH1ForCausalLM(
+        FalconH1Config(**SMALL, intermediate_size=24, num_key_value_heads=2, lm_head_multiplier=0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_another_loss_is_refused_in_the_first_forward(what):
+    torch.manual_seed(0)
+    model, ids = OTHERS[what](), torch.randint(31, (2, 12))
+    model.config.is_encoder_decoder = False
+    chunk_loss(model, 4)
+    with pytest.raises(ValueError, match="another loss than the cross-entropy of its head's logits"):
+        model(input_ids=ids, labels=ids)
+
+
+def test_a_loss_function_of_ones_own_is_refused():
+    _, model = models()
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
+    ids = torch.randint(VOCABULARY, (2, 12))
+    with pytest.raises(ValueError, match="another loss than the cross-entropy of its head's logits"):
+        model(input_ids=ids, labels=ids)
+
+
+def test_comparing_draws_nothing_and_is_done_once(monkeypatch):
+    _, model = models()
+    model.model.config.attention_dropout = 0.5
+    ids, calls = torch.randint(VOCABULARY, (2, 12)), []
+    monkeypatch.setattr(chunked_loss, "_compare", (lambda own: lambda *a: (calls.append(1), own(*a)))(_compare))
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        losses.append(model(input_ids=ids, labels=ids).loss.item())
+    assert losses[0] == losses[1]
+    assert len(calls) == 1
+
+
+def test_labels_by_position():
+    plain, chunked = models()
+    ids = torch.randint(VOCABULARY, (2, 12))
+    output = chunked(ids, None, None, None, None, ids)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, plain(ids, None, None, None, None, ids).loss)
+
+
+def test_a_head_with_dropout_computes_its_chunks_again_with_the_same_mask():
+    head = nn.Sequential(nn.Dropout(0.5), nn.Linear(HIDDEN, VOCABULARY)).double()
+    hidden, targets, _ = problem(torch.float64)
+
+    def loss(hidden):
+        torch.manual_seed(0)
+        return chunked_cross_entropy(hidden, targets, head, chunk_tokens=4)
+
+    step = 1e-3 * torch.randn_like(hidden)
+    (grad,) = torch.autograd.grad(loss(hidden), hidden)
+    change = (loss(hidden.detach() + step) - loss(hidden.detach() - step)) / 2
+    assert change.item() == pytest.approx((grad * step).sum().item(), rel=1e-2)  # the loss is float32
+
+
+def test_models_without_a_head_are_refused():
+    sizes = SMALL | {"intermediate_size": 24}
+    with pytest.raises(ValueError, match="BertForSequenceClassification is no decoder with a head"):
+        chunk_loss(BertForSequenceClassification(BertConfig(**sizes)), 4)
+    with pytest.raises(TypeError, match="takes a model of transformers, got Linear"):
+        chunk_loss(nn.Linear(2, 2), 4)
 
 
 def test_copies_compute_their_own_loss():
