@@ -62,6 +62,15 @@ DEFAULTS = {
 """Where ours differ from those of TrainingArguments."""
 
 
+OURS = {
+    "learning_rate": "--lr",
+    "adam_beta1": "--betas",
+    "adam_beta2": "--betas",
+    "output_dir": "--out",
+    "metric_for_best_model": "the task, which has a metric of its own",
+    "greater_is_better": "the task, which has a metric of its own",
+}
+"""Fields of TrainingArguments that flags of this script set."""
 ADAPTER_RANK = 16
 """``--rank`` of adapters."""
 
@@ -74,6 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argument_parser()
     args, rest = parser.parse_known_args(argv)
     try:
+        check_read(args)
         arguments = training_arguments(args, rest)
         if not args.overwrite:
             check_new(args.out, arguments)
@@ -102,9 +112,11 @@ def training_arguments(args: argparse.Namespace, flags: list[str]) -> TrainingAr
     """``Trainer``'s own flags over our defaults. ``--save-steps`` and ``--eval-steps`` save and evaluate by steps.
 
     Raises:
-        ValueError: one of them beside a strategy that has no steps.
+        ValueError: one of them beside a strategy that has no steps, or a flag that another one here stands for.
     """
     ours, given = dict(DEFAULTS), _values(flags)
+    if taken := next((name for name in OURS if name in given), None):
+        raise ValueError(f"--{taken.replace('_', '-')} is set by {OURS[taken]}")
     for name in ("save", "eval"):
         if f"{name}_steps" in given:
             ours[f"{name}_strategy"] = "steps"
@@ -136,6 +148,25 @@ def check_new(out: Path, arguments: TrainingArguments) -> None:
             f"{out} already holds a run: choose another --out, go on from a checkpoint by --resume-from-checkpoint "
             f"{out}/checkpoint-N, or replace it by --overwrite"
         )
+
+
+def check_read(args: argparse.Namespace) -> None:
+    """Refuse data flags that what is finetuned for does not read.
+
+    Raises:
+        ValueError: for the first of them that is given.
+    """
+    unread = ["packed"] if args.kind == "classify" else ["task", "columns", "label"]
+    if args.kind == "classify" and args.dataset is None:
+        unread += ["columns", "label"]
+    if args.kind == "classify" and args.dataset is not None:
+        unread += ["task"]
+    if args.dataset is None:
+        unread += ["subset", "data_files"]
+    given = argument_parser()
+    if name := next((name for name in unread if getattr(args, name) != given.get_default(name)), None):
+        data = "without --dataset" if args.dataset is None else "with --dataset"
+        raise ValueError(f"--{name.replace('_', '-')} does nothing with {args.kind} {data}")
 
 
 def classify(args: argparse.Namespace) -> FinetuneTask:

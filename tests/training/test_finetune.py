@@ -10,6 +10,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from grass.offload import host_storage
 from training.data.docstrings import docstrings
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -196,6 +197,37 @@ def test_save_steps_alone_save_by_steps(tmp_path):
     assert training_arguments([], tmp_path).save_strategy == "epoch"
     with pytest.raises(ValueError, match="--save-steps does nothing with --save-strategy epoch"):
         training_arguments(["--save-steps", "2", "--save-strategy", "epoch"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["classify", "--packed"], "--packed does nothing with classify without --dataset"),
+        (["classify", "--label", "stars"], "--label does nothing with classify without --dataset"),
+        (["classify", "--dataset", "csv", "--task", "sst2"], "--task does nothing with classify with --dataset"),
+        (["classify", "--subset", "en"], "--subset does nothing with classify without --dataset"),
+        (["instruct", "--columns", "a", "b"], "--columns does nothing with instruct without --dataset"),
+        (["classify", "--learning-rate", "1e-4"], "--learning-rate is set by --lr"),
+        (["classify", "--adam_beta2", "0.9"], "--adam-beta2 is set by --betas"),
+        (["classify", "--output-dir", "elsewhere"], "--output-dir is set by --out"),
+    ],
+)
+def test_flags_that_would_be_ignored_are_refused(tmp_path, flags, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([*flags, "--model", "tiny", "--lr", "1e-3", "--out", str(tmp_path)])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_state_in_files_trains_as_without(tmp_path, files, monkeypatch):
+    monkeypatch.setattr(host_storage, "SMALLEST", 1)  # these tensors are small
+    logs = []
+    for flags in ([], ["--offload", "--offload-path", str(tmp_path / "state"), "--stream"]):
+        run = [*files, *METHODS["compact"], *flags, *([] if flags else ["--gradient-checkpointing"])]
+        logs.append(finetune("classify", tmp_path / str(len(flags)), *run, steps=4)["loss"].dropna().tolist())
+    assert logs[0] == logs[1]
+    assert (tmp_path / "state").is_dir()  # its files have no names
 
 
 def training_arguments(flags, out):

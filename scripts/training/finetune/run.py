@@ -141,11 +141,11 @@ def make_trainer(
         if optimizer.active_dtype:
             grass["dtype"] = getattr(torch, optimizer.active_dtype)
         if optimizer.offload:
-            grass["offload"] = "cpu"
+            grass["offload"] = optimizer.host
         if not streams:
             return GrassTrainer(grass=grass, **keywords)
         built = GrassFactory()(task.model, args=arguments, **grass)  # before Trainer moves the model to the device
-        stream(task.model, arguments.device, offload_activations=True)
+        stream(task.model, arguments.device, offload_activations=True, offload=optimizer.host)
         return Trainer(optimizers=(built, None), **keywords)
     if method in ADAPTERS:
         keywords["model"] = add_adapters(task.model, method, optimizer.rank, classification=task.likeliest is None)
