@@ -205,7 +205,7 @@ def trained(sizes: tuple[int, ...], dim: int, folder: Path, first: int) -> list[
         pytest.param((2, 2), [(), (4,)], id="fsdp2", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_checkpoint(dim: int, sizes: tuple[int, ...], others: list[tuple[int, ...]], tmp_path: Path) -> None:
     expected = trained(sizes, dim, tmp_path, 0)[0]
     for loaded in (sizes, *others):

@@ -22,9 +22,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
     "torch_compile, inductor": {"torch_compile": True},
 }
-LONG = {("dense", "torch_compile"), ("compact", "torch_compile"), ("compact", "torch_compile, inductor")}
+LONG = {
+    ("dense", "torch_compile"): pytest.mark.soak,
+    ("compact", "torch_compile"): pytest.mark.slow,
+    ("compact", "torch_compile, inductor"): pytest.mark.slow,
+}
 CASES = [
-    pytest.param(mode, features, id=f"{mode}-{name}", marks=[pytest.mark.slow] if (mode, name) in LONG else [])
+    pytest.param(mode, features, id=f"{mode}-{name}", marks=LONG.get((mode, name), ()))
     for mode in MODES
     for name, features in FEATURES.items()
     if (mode, name) != ("dense", "torch_compile, inductor")  # nothing of ours would be compiled

@@ -82,7 +82,16 @@ def test_every_kernel_has_its_benchmark() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["kernels/row_norms.py", "gpu_train_step.py", "gpu_offload.py", "gpu_streaming.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "gpu_train_step.py",
+        *(
+            pytest.param(script, marks=pytest.mark.soak)
+            for script in ("kernels/row_norms.py", "gpu_offload.py", "gpu_streaming.py")
+        ),
+    ],
+)
 def test_says_that_there_is_no_gpu(script) -> None:
     command = [sys.executable, str(ROOT / "scripts/bench" / script)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

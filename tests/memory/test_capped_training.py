@@ -14,7 +14,7 @@ script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "bench" / "c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["13b_40gb", "13b_24gb"])
+@pytest.mark.parametrize("name", ["13b_40gb", pytest.param("13b_24gb", marks=pytest.mark.soak)])
 def test_trains_through_refreshes_with_falling_loss(name):
     case = dataclasses.replace(script["CASES"][name], model="1m", rank=16, explore=4, lr=1e-3)
     row = script["run"](case, 32, "cpu")

@@ -84,7 +84,7 @@ def _keeps_changes(model: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache_panels", [False, True])
+@pytest.mark.parametrize("cache_panels", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_changes_from_outside_are_seen(cache_panels: bool) -> None:
     assert all(run_world(changed, 4, cache_panels))
 

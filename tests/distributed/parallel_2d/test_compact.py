@@ -75,7 +75,7 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     [
         pytest.param((2, 2), {}, id="2x2"),
         pytest.param((2, 2), {"panels": 2, "cache_panels": True}, id="cached"),
-        pytest.param((4, 1), {}, id="4x1"),
+        pytest.param((4, 1), {}, id="4x1", marks=pytest.mark.soak),
     ],
 )
 def test_equals_one_process_with_the_same_strata(shape: tuple[int, ...], grid: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ def elements(rank: int, ranks: int) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [4, 9])
+@pytest.mark.parametrize("ranks", [4, pytest.param(9, marks=pytest.mark.soak)])
 def test_ranks_receive_what_the_formulas_say(ranks: int) -> None:
     share = SCRIPT["SHARE"]
     for by_collective in run_world(elements, ranks, ranks):
