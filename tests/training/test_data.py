@@ -166,6 +166,8 @@ def test_text_files_with_a_tokenizer(tmp_path, tokenizer_path, documents):
         ({"dataset": "json", "text_files": ["x"], "tokenizer": "t"}, "Choose one of"),
         ({"eval_files": ["x"]}, "needs text_files"),
         ({"data_files": {"train": "x"}}, "needs a dataset format"),
+        ({"subset": "en"}, "subset='en' needs a dataset"),
+        ({"text_files": ["x"], "text_column": "body"}, "text_column='body' needs a dataset"),
     ],
     ids=str,
 )

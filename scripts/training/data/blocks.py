@@ -60,6 +60,9 @@ class DataConfig:
             raise ValueError(f"dataset={self.dataset!r} needs a tokenizer")
         if self.eval_files and not self.text_files:
             raise ValueError(f"eval_files={self.eval_files!r} needs text_files")
+        for name in ("subset", "split", "eval_split", "text_column"):
+            if not self.dataset and getattr(self, name) != getattr(DataConfig, name):
+                raise ValueError(f"{name}={getattr(self, name)!r} needs a dataset")
         if self.data_files and not self.dataset:
             raise ValueError(f"data_files={self.data_files!r} needs a dataset format, such as dataset='json'")
 
