@@ -171,6 +171,8 @@ def _compare(model: Any, labels: Tensor, arguments: dict[str, Any]) -> None:
                     losses.append(float(_forward(model, some, dict(few), COMPARED).loss))
                 else:
                     losses.append(float(type(model).forward(model, **few, labels=some).loss))
+            except torch.OutOfMemoryError:
+                raise
             except (AttributeError, IndexError, RuntimeError, TypeError) as error:
                 raise ValueError(f"{what}, or none of a few tokens: it cannot be chunked ({error})") from error
     exact = next(model.parameters()).dtype.itemsize >= 4 and not torch.is_autocast_enabled(labels.device.type)

@@ -192,6 +192,22 @@ def test_a_loss_function_of_ones_own_is_refused():
         model(input_ids=ids, labels=ids)
 
 
+@pytest.mark.parametrize(
+    ("error", "seen"), [(torch.OutOfMemoryError("full"), torch.OutOfMemoryError), (IndexError("none"), ValueError)]
+)
+def test_errors_while_comparing(error, seen):
+    """Memory that is not enough says nothing of the loss."""
+    _, model = models()
+
+    def fail(*_):
+        raise error
+
+    model.model.layers[0].register_forward_pre_hook(fail)
+    ids = torch.randint(VOCABULARY, (2, 12))
+    with pytest.raises(seen, match=str(error)):
+        model(input_ids=ids, labels=ids)
+
+
 def test_comparing_draws_nothing_and_is_done_once(monkeypatch):
     _, model = models()
     model.model.config.attention_dropout = 0.5
