@@ -32,6 +32,7 @@ REFUSED = {
 COMPARED = 16
 """Tokens whose loss is compared with the model's own."""
 NOT_COMPARED = ("attention_mask", "position_ids", "shift_labels")
+"""Arguments that belong to the tokens of the whole batch: a few of them may all be masked."""
 ROUTING = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
 """What a mixture knows of its routers."""
 
@@ -90,6 +91,9 @@ def chunk_loss(model: PreTrainedModel, chunk_tokens: int) -> None:
     """
     if chunk_tokens < 1:
         raise ValueError(f"Invalid {chunk_tokens=}: must be >= 1")
+    if not isinstance(model, PreTrainedModel):
+        given = type(model).__name__  # type: ignore[unreachable]
+        raise TypeError(f"chunk_loss() takes a model of transformers, got {given}; of PEFT's take get_base_model()")
     _check_model(model)
     own = type(model).forward
     names, checked = list(inspect.signature(own).parameters)[1:], False
@@ -131,9 +135,7 @@ def _forward(model: Any, labels: Tensor, arguments: dict[str, Any], chunk_tokens
 
 def _check_model(model: Any) -> None:
     """Refuse models whose loss is not that of a head."""
-    kind, is_known = type(model).__name__, isinstance(model, PreTrainedModel)
-    if not is_known:
-        raise TypeError(f"chunk_loss() takes a model of transformers, got {kind}; of PEFT's take get_base_model()")
+    kind = type(model).__name__
     if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
         raise ValueError(f"{kind} is no decoder with a head: its loss cannot be chunked")
     if (name := changes_logits(model.config)) is not None:
@@ -163,22 +165,21 @@ def _compare(model: Any, labels: Tensor, arguments: dict[str, Any]) -> None:
             few[key] = value[:1, :COMPARED]
     some = torch.arange(min(COMPARED, labels.shape[1]), device=labels.device)[None] % 2  # in every vocabulary
     what = f"{type(model).__name__} computes another loss than the cross-entropy of its head's logits"
-    losses = []
-    for chunked in (False, True):
+    try:
         with _same_draws(model, labels.device):
-            try:
-                if chunked:
-                    losses.append(float(_forward(model, some, dict(few), COMPARED).loss))
-                else:
-                    losses.append(float(type(model).forward(model, **few, labels=some).loss))
-            except torch.OutOfMemoryError:
-                raise
-            except (AttributeError, IndexError, RuntimeError, TypeError) as error:
-                raise ValueError(f"{what}, or none of a few tokens: it cannot be chunked ({error})") from error
+            own = float(type(model).forward(model, **few, labels=some).loss)
+        with _same_draws(model, labels.device):
+            chunked = float(_forward(model, some, few, COMPARED).loss)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{what}, or none of a few tokens: it cannot be chunked ({error})") from error
     exact = next(model.parameters()).dtype.itemsize >= 4 and not torch.is_autocast_enabled(labels.device.type)
     tolerance = 1e-3 if exact and labels.device.type == "cpu" else 5e-3  # of matrices multiplied in other shapes
-    if not math.isclose(*losses, rel_tol=tolerance, abs_tol=tolerance) and not all(map(math.isnan, losses)):
-        raise ValueError(f"{what}: {losses[0]:.6g} of a few tokens, not {losses[1]:.6g}. It cannot be chunked")
+    if not math.isclose(own, chunked, rel_tol=tolerance, abs_tol=tolerance) and not (
+        math.isnan(own) and math.isnan(chunked)
+    ):
+        raise ValueError(f"{what}: {own:.6g} of a few tokens, not {chunked:.6g}. It cannot be chunked")
 
 
 def _same_draws(model: Any, *devices: torch.device) -> AbstractContextManager[None]:

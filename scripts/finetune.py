@@ -71,6 +71,13 @@ OURS = {
     "greater_is_better": "the task, which has a metric of its own",
 }
 """Fields of TrainingArguments that flags of this script set."""
+UNREAD = {
+    ("classify", "without --dataset"): ("packed", "columns", "label"),
+    ("classify", "with --dataset"): ("packed", "task"),
+    ("instruct", "without --dataset"): ("task", "columns", "label"),
+    ("instruct", "with --dataset"): ("task", "columns", "label"),
+}
+"""Data flags that are not read, by what is finetuned for and whose data."""
 ADAPTER_RANK = 16
 """``--rank`` of adapters."""
 
@@ -83,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argument_parser()
     args, rest = parser.parse_known_args(argv)
     try:
-        check_read(args)
+        check_read(args, parser)
         arguments = training_arguments(args, rest)
         if not args.overwrite:
             check_new(args.out, arguments)
@@ -150,22 +157,15 @@ def check_new(out: Path, arguments: TrainingArguments) -> None:
         )
 
 
-def check_read(args: argparse.Namespace) -> None:
+def check_read(args: argparse.Namespace, parser: ArgumentParser) -> None:
     """Refuse data flags that what is finetuned for does not read.
 
     Raises:
         ValueError: for the first of them that is given.
     """
-    unread = ["packed"] if args.kind == "classify" else ["task", "columns", "label"]
-    if args.kind == "classify" and args.dataset is None:
-        unread += ["columns", "label"]
-    if args.kind == "classify" and args.dataset is not None:
-        unread += ["task"]
-    if args.dataset is None:
-        unread += ["subset", "data_files"]
-    given = argument_parser()
-    if name := next((name for name in unread if getattr(args, name) != given.get_default(name)), None):
-        data = "without --dataset" if args.dataset is None else "with --dataset"
+    data = "without --dataset" if args.dataset is None else "with --dataset"
+    unread = UNREAD[args.kind, data] + (("subset", "data_files") if args.dataset is None else ())
+    if name := next((name for name in unread if getattr(args, name) != parser.get_default(name)), None):
         raise ValueError(f"--{name.replace('_', '-')} does nothing with {args.kind} {data}")
 
 
