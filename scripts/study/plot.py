@@ -47,6 +47,8 @@ FRONTIER = {
     "Grass compact, r = 1/8 n, q = 1/32 n, bf16, 8-bit moments": "Grass, recipe",
 }
 """The methods that it shows, and their labels; AdamW has one rate."""
+MARKERS = "osD^v"
+"""Of its methods in turn, in one color for those with compact gradients and one for the others."""
 TICKS = ((20, 50, 100, 200, 400), (400, 500, 600, 700, 800))
 """Megabytes that its axes name."""
 
@@ -93,12 +95,12 @@ def plot_frontier(cells: pd.DataFrame, tracked: pd.DataFrame, path: Path) -> Non
     long = cells[(cells["model"] == WIDEST) & (cells["steps"] == LONG_STEPS)].astype(str)
     methods = by_method(long.to_dict("records"))
     peaks = tracked[tracked["task"] == "pretrain"].set_index("method")["peak_mb"]
-    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True, layout="constrained")
-    for method in FRONTIER:
-        if method in methods:
-            _draw_point(panels[0], method, methods[method].megabytes, methods[method])
-            if method in peaks:
-                _draw_point(panels[1], method, peaks[method], methods[method])
+    figure, panels = plt.subplots(1, 2, figsize=(13, 4.5), sharey=True, layout="constrained")
+    for method in filter(methods.__contains__, FRONTIER):
+        _draw_point(panels[0], method, methods[method].megabytes, methods[method])
+        if method in peaks:
+            _draw_point(panels[1], method, peaks[method], methods[method])
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     panels[0].set_ylabel("held-out loss, nats per byte")
     labels = ("gradients and optimizer state, MB", "all memory of a step, MB")
     for axes, label, ticks in zip(panels, labels, TICKS, strict=True):
@@ -113,10 +115,17 @@ def plot_frontier(cells: pd.DataFrame, tracked: pd.DataFrame, path: Path) -> Non
 def _draw_point(axes: Axes, method: str, megabytes: float, of: AtBest) -> None:
     losses = [float(row[CURVE[-1]]) for row in of.rows]
     mean = fmean(losses)
-    color, fill = "C0" if "compact" in method else "C1", "none" if len(losses) == 1 else None
-    spread = [[mean - min(losses)], [max(losses) - mean]]
-    axes.errorbar(megabytes, mean, spread, fmt="o", color=color, mfc=fill, capsize=3)
-    axes.annotate(FRONTIER[method], (megabytes, mean), xytext=(7, 5), textcoords="offset points")
+    kin = [other for other in FRONTIER if ("compact" in other) == ("compact" in method)]
+    axes.errorbar(
+        megabytes,
+        mean,
+        [[mean - min(losses)], [max(losses) - mean]],
+        fmt=MARKERS[kin.index(method)],
+        color="C0" if "compact" in method else "C1",
+        mfc="none" if len(losses) == 1 else None,
+        capsize=3,
+        label=FRONTIER[method],
+    )
 
 
 def plot_sweeps(cells: pd.DataFrame, path: Path) -> None:

@@ -44,6 +44,8 @@ def test_pretraining():
     recipe = dataclasses.replace(compact.optimizer, stochastic_rounding=True, moment_dtype="8bit")
     half = dataclasses.replace(compact, optimizer=recipe, bf16_weights=True)
     assert tracked_memory.peak_of_pretraining(half, GRID) < held
+    apollo = tracked_memory.peak_of_pretraining(cell(name="apollo", update_interval=50), GRID)
+    assert 8 * (linear + others) < apollo < adamw, "weights, gradients and less state than AdamW's, with contents"
 
 
 @pytest.mark.parametrize("adapter", [None, "lora"])
