@@ -127,7 +127,7 @@ NF4 = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 """Bytes per element of a weight of QLoRA."""
 
 QUANTISING = 48
-"""Likewise for writing active rows back as int8 codes."""
+"""Bytes per element that writing active rows back as int8 codes takes while it runs."""
 
 
 def adamw(model: Architecture, setting: Setting) -> Holdings:

@@ -76,7 +76,7 @@ class Rank:
 
     @property
     def name(self) -> str:
-        """Of the hardware."""
+        """Name of the hardware."""
         return self.machine.name or "a machine without a name"
 
     def flops(self, size: int) -> float:
@@ -104,14 +104,14 @@ class Rank:
         return min(ways, key=lambda way: way.seconds, default=None)
 
     def resident(self, size: int) -> Way | None:
-        """With the whole model on the device."""
+        """Train so many samples with the whole model on the device; ``None`` where it does not fit."""
         setting = replace(self.setting, batch_size=size)
         needed = plan(METHOD, self.model, setting)
         seconds = self.flops(size) / self.rates.compute_rate if self.measured is None else self.measured.predict(size)
         return Way(setting, needed, seconds) if needed.fits(self.memory, self.host) else None
 
     def streamed(self, size: int) -> Way | None:
-        """With as many units on the device as fit; ``None`` also where blocks are not checkpointed."""
+        """Train them with as many units on the device as fit; ``None`` also where blocks are not checkpointed."""
         if not self.setting.checkpointing:
             return None
         setting = replace(self.setting, batch_size=size, offload=True, stream=True)

@@ -37,7 +37,7 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Of this process in the group."""
+        """Rank of this process in the group."""
         return 0 if self.group is None else self.group.rank()
 
     def mean_(self, tensors: list[Tensor]) -> None:

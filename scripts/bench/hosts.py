@@ -234,7 +234,7 @@ HOSTS: dict[str, Callable[..., Found]] = {
     "lightning": by_fabric,
     "unsloth": by_unsloth,
 }
-"""By package; unsloth is the last, because it changes TRL for the whole process."""
+"""How to train in each host, by package; unsloth is the last, because it changes TRL for the whole process."""
 
 
 def rows(hosts: list[str], steps: int) -> Iterator[Found]:

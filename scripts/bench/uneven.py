@@ -56,7 +56,7 @@ STEPS = 2
 """Steps of a round."""
 VOCABULARY, TOKENS, HIDDEN = 64, 8, 32
 WIDER = {"TOKENS": 256, "HIDDEN": 256}
-"""With ``--half-core``: a sample takes some 20 ms on a core."""
+"""Sizes with ``--half-core``: a sample takes some 20 ms on a core."""
 MEAN = "Grass, sizes by hand, mean loss"
 
 

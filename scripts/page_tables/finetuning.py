@@ -10,7 +10,7 @@ from page_tables.source import Row, read, settings_of
 from page_tables.study import mean
 
 STUDY = "adapters in float32"
-"""Its name in the grid."""
+"""The study's name in the grid."""
 TASKS = {"facts": "new facts", "instruct": "docstrings", "classify": "packages"}
 ADAPTERS = {"lora": "LoRA", "dora": "DoRA", "rslora": "rsLoRA"}
 HEAD = ["task", "method", "trained", "state + gradients", "rates tried", "best", "loss", "accuracy"]
@@ -26,7 +26,7 @@ def adapters() -> str:
 
 
 def adapters_float32() -> str:
-    """Likewise in float32, from a base model made in float32, with the tracked peak of a step."""
+    """The same table in float32, from a base model made in float32, with the tracked peak of a step."""
     peaks = {(row["task"], row["method"]): row["peak_mb"] for row in read("tracked_memory.csv")}
     titles = {title: task for task, title in TASKS.items()}
     lines = [
@@ -36,7 +36,7 @@ def adapters_float32() -> str:
 
 
 def embeddings_too() -> str:
-    """Likewise with embeddings and norms trained too, in float32."""
+    """The same table with embeddings and norms trained too, in float32."""
     return table([*HEAD, "loss on other text"], _lines(float32=True, all_train=True))
 
 

@@ -144,7 +144,7 @@ def planned_shares() -> str:
 
 
 def above_adamw(alias: str) -> str:
-    """By how much a method's loss is above that of AdamW with two rates, seed by seed: mean, lowest and highest."""
+    """How much higher a method's loss is than that of AdamW with two rates, seed by seed: mean, lowest and highest."""
     theirs = _by_seed("@768-two-rates")
     more = [loss - theirs[seed] for seed, loss in _by_seed(alias).items()]
     return f"{fmean(more):.3f} ({min(more):.3f} to {max(more):.3f})"

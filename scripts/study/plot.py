@@ -48,7 +48,7 @@ FRONTIER = {
 }
 """The methods that it shows, and their labels; AdamW has one rate."""
 MARKERS = "osD^v"
-"""Of its methods in turn, in one color for those with compact gradients and one for the others."""
+"""Markers of its methods, in one color for those with compact gradients and one for the others."""
 TICKS = ((20, 50, 100, 200, 400), (400, 500, 600, 700, 800))
 """Megabytes that its axes name."""
 

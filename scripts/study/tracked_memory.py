@@ -98,7 +98,7 @@ def peak_of_finetuning(cell: Cell, base: Path) -> int:
 
 
 def peak_of_pretraining(cell: Cell, grid: Grid) -> int:
-    """Likewise for a pretraining cell, on tensors without contents but for :data:`READS_CONTENTS`."""
+    """Bytes for a pretraining cell; tensors have no contents, but for :data:`READS_CONTENTS`."""
     prepare("8-bit AdamW")
     real = cell.optimizer.name == READS_CONTENTS
     config = llama_config(cell.model, vocab_size=_vocabulary(grid.data), max_seq_len=grid.data.seq_len)

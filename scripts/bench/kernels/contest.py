@@ -65,7 +65,7 @@ def loop(model: Any, optimizer: Any, *, clipped: bool = True) -> Step:
 
 
 def compete(contestant: Contestant, shape: LlamaShape, args: argparse.Namespace, ids: torch.Tensor) -> dict[str, Any]:
-    """Its row: numbers, or a note."""
+    """The contestant's row: numbers, or a note."""
     row: dict[str, Any] = {"clipped": contestant.clipped, "note": ""}
     if contestant.needs and DEVICE != "cuda":
         return row | {"note": "needs CUDA"}

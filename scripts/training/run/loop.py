@@ -144,7 +144,7 @@ class Trainer:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all processes."""
+        """Tokens of all processes in a step."""
         return self.deal.division.batch * self.data.train.seq_len
 
     def run(self) -> Result:
