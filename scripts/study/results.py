@@ -14,7 +14,7 @@ KEY = ("task", "model", "steps", "seed", "optimizer", "settings")
 CURVE = tuple(f"loss_{100 * point // CURVE_POINTS}" for point in range(1, CURVE_POINTS + 1))
 """Held-out loss after so many percent of the steps, nats per token; of a classifier, per example."""
 FINETUNED = ("accuracy", "trained", "pretraining_loss")
-"""Columns of finetuning alone: accuracy, parameters that train, and the loss afterwards on text like the base model's."""
+"""Columns of finetuning alone: accuracy, parameters that train, and the loss then on text like the base model's."""
 COLUMNS = (*KEY, "tokens", "state_bytes", "host_bytes", "gradient_bytes", "commit", *CURVE, *FINETUNED)
 
 
