@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -40,8 +41,8 @@ def step_in_backward(optimizer: GrassAdamW, *, max_norm: float | None = None) ->
 
     The training loop does not change: ``backward()``, ``optimizer.step()``, scheduler, ``zero_grad()``.
     ``optimizer.step()`` ends the step. It also steps parameters whose gradient was set by hand. Without ``max_norm``
-    the weights and the state equal those of the ordinary loop bit for bit, and so do resumed runs. Set the learning
-    rate before ``backward()``.
+    the weights and the state equal those of the ordinary loop bit for bit, and so do resumed runs. Copies and pickles
+    of model and optimizer step in backward, too. Set the learning rate before ``backward()``.
 
     ``clip_grad_norm_`` finds no gradients, and the norm of the whole gradient is known too late. Therefore ``max_norm``
     limits each parameter separately: a gradient whose own norm exceeds ``max_norm`` is scaled down to it, as by
@@ -88,6 +89,7 @@ class InBackward:
         _check_supported(optimizer)
         self._optimizer = weakref.ref(optimizer)
         self._max_norm = max_norm
+        self.rebuild: Callable[[GrassAdamW], Any] = partial(InBackward, max_norm=max_norm)
         self._hook = _hook_of(self)
         self._registered: dict[Tensor, RemovableHandle] = {}
         self._places: dict[Tensor, tuple[dict[str, Any], int]] = {}

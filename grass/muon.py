@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import ChainMap, Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from grass.compact_mode.registry import layers_of, take_flags
 from grass.compact_mode.step_rates import factor_of
 from grass.optimizer import GrassAdamW, NamedByModel
 from grass.options import DEFAULTS, check_value, validate
+from grass.state.schema import State
 from grass.state_dict import report_replaced
 from grass.validation import tensors_of
 
@@ -60,7 +61,8 @@ class GrassMuon(Optimizer):
     ``muon=True`` may hold matrices that are not converted, which Muon then trains whole. Half-precision weights train
     better with ``grass.compact(model, ..., dtype=torch.float32)``: Muon rounds to the nearest value.
 
-    ``state_dict()`` holds the selection too. Load it after the model's; training goes on bit for bit.
+    ``state_dict()`` holds the selection too, and ``state`` shows it. Load it after the model's; training goes on bit
+    for bit. Groups that a loop takes out of ``param_groups`` stand still, as under any optimizer of torch.
 
     Args:
         params: a model that :func:`grass.compact` converted, or parameters or groups of it.
@@ -138,7 +140,7 @@ class GrassMuon(Optimizer):
         if layers:
             self.attachment = attach_layers(muon, _named(layers), **options)
         super().__init__([group for part in self._parts for group in part.param_groups], {})
-        self._join()
+        self._show_groups()
 
     writes_back_active_rows = True
     """What :func:`grass.attach` looks for, which must not write them back too."""
@@ -147,10 +149,34 @@ class GrassMuon(Optimizer):
         """Refuse copies and pickles, which would lack what joins both optimizers to the layers."""
         raise TypeError("GrassMuon cannot be copied or pickled: build a new one, and load state_dict() into it")
 
-    def _join(self) -> None:
-        """Show the parts' groups and states as this optimizer's own."""
+    def _show_groups(self) -> None:
+        """Show the parts' groups as this optimizer's own."""
         self.param_groups = [group for part in self._parts for group in part.param_groups]
-        self.state = _States(*(part.state for part in self._parts))  # type: ignore[assignment]
+
+    def _follow_groups(self) -> None:
+        """Give the parts the groups that a loop has left in ``param_groups``, or has put in their place.
+
+        Raises:
+            RuntimeError: a group has parameters that no part trains.
+        """
+        held = {id(p) for part in self._parts for group in part.param_groups for p in group["params"]}
+        if any(id(p) not in held for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("param_groups has groups that were put there by hand: call add_param_group for them")
+        for part, muon in zip(self._parts, (True, False), strict=False):
+            part.param_groups = [group for group in self.param_groups if group.get("muon", False) == muon]
+
+    @property  # type: ignore[override]
+    def state(self) -> _States:
+        """The state of each parameter; that of active rows has the selection of their layer, too."""
+        return _States(self._parts, self.attachment)
+
+    @state.setter
+    def state(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Replace the state of all parameters."""
+        shown = self.state
+        shown.clear()
+        for p, state in states.items():
+            shown[p] = state
 
     @property
     def process_group(self) -> ProcessGroup | None:
@@ -184,8 +210,9 @@ class GrassMuon(Optimizer):
                 "Invalid group: it is empty, holds active rows or matrices that Muon trains, or is the first that "
                 "AdamW would train. Build a new GrassMuon of all parameters"
             )
+        self._follow_groups()
         self._parts[1].add_param_group(others[0])
-        self._join()
+        self._show_groups()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -194,6 +221,7 @@ class GrassMuon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_groups()
         self._take_options()
         for part in self._parts:
             part.step()
@@ -217,6 +245,7 @@ class GrassMuon(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and sketches of active rows that an abandoned step has left."""
+        self._follow_groups()
         for part in self._parts:
             part.zero_grad(set_to_none)
         if self.attachment is not None:
@@ -226,6 +255,7 @@ class GrassMuon(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors and plain values, with the selection of each layer."""
+        self._follow_groups()
         state: dict[int, dict[str, Any]] = {}
         groups: list[Group] = []
         for part in self._parts:
@@ -243,6 +273,7 @@ class GrassMuon(Optimizer):
         Raises:
             ValueError: it is the state of another optimizer, or of other groups, layers or ranks.
         """
+        self._follow_groups()
         parts = [_part(state_dict, muon) for muon in (True, False)][: len(self._parts)]
         found = [[len(group["params"]) for group in part["param_groups"]] for part in parts]
         held = [[len(group["params"]) for group in part.param_groups] for part in self._parts]
@@ -266,7 +297,7 @@ class GrassMuon(Optimizer):
         self._take_options()
         if self.attachment is not None:
             self.attachment.load_state_dict(dict(zip(layers, selections, strict=True)))
-        self._join()
+        self._show_groups()
 
     def _numbers(self) -> list[int]:
         """Which of the parameters each converted layer's active rows are."""
@@ -283,12 +314,44 @@ def _check_muon(momentum: float, nesterov: bool) -> None:
         raise TypeError(f"Invalid {nesterov=}: must be True or False")
 
 
-class _States(ChainMap[Tensor, dict[str, Any]]):
-    """The parts' states as one; reading adds nothing to these dicts, which make an empty state of what they lack."""
+class _States(MutableMapping[Tensor, Any]):
+    """The states of the parts as one. Reading makes no empty state of what has none."""
 
-    def __getitem__(self, key: Tensor) -> dict[str, Any]:
-        found = next((states for states in self.maps if key in states), None)
-        return self.__missing__(key) if found is None else found[key]
+    def __init__(self, parts: list[Optimizer], attachment: Attachment | None) -> None:
+        self._parts, self._attachment = parts, attachment
+
+    def __getitem__(self, key: Tensor) -> MutableMapping[str, Any]:
+        state: dict[str, Any] = self._part_with(key).state[key]
+        selection = self._selection(key)
+        return state if selection is None else ChainMap(state, {SELECTION: selection})
+
+    def _part_with(self, key: Tensor) -> Optimizer:
+        for part in self._parts:
+            if key in part.state:
+                return part
+        raise KeyError(key)
+
+    def _selection(self, key: Tensor) -> State | None:
+        """Which rows of a layer these are, and how long they have been selected."""
+        if self._attachment is None:
+            return None
+        names = (name for name, layer in self._attachment.layers.items() if getattr(layer, "active", None) is key)
+        return self._attachment.states[name] if (name := next(names, None)) is not None else None
+
+    def __setitem__(self, key: Tensor, state: MutableMapping[str, Any]) -> None:
+        holds = (part for part in self._parts if any(key is p for group in part.param_groups for p in group["params"]))
+        if (part := next(holds, None)) is None:
+            raise KeyError(f"No parameter of this GrassMuon: {key!r}")
+        part.state[key] = {name: value for name, value in state.items() if name != SELECTION}
+
+    def __delitem__(self, key: Tensor) -> None:
+        del self._part_with(key).state[key]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (key for part in self._parts for key in part.state)
+
+    def __len__(self) -> int:
+        return sum(len(part.state) for part in self._parts)
 
 
 def _groups(params: Any) -> list[Group]:

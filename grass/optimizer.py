@@ -37,7 +37,13 @@ from grass.validation import check_offloaded, report_default_rank, tensors_of, v
 
 
 class StepsInBackward(Protocol):
-    """The handle that :func:`grass.step_in_backward` sets on the optimizer."""
+    """The handle that :func:`grass.step_in_backward` sets on the optimizer.
+
+    Attributes:
+        rebuild: sets one like it on a copy of the optimizer.
+    """
+
+    rebuild: Callable[[GrassAdamW], Any]
 
     def finish(self, optimizer: GrassAdamW, closure: Callable[[], float] | None) -> None:
         """Step the parameters that still have a gradient."""
@@ -229,11 +235,14 @@ class GrassAdamW(Optimizer):
         """The content of copies and pickles."""
         self._background.finish()
         self._mend()
-        self._mend()
         if self.offload is not None:
             self.offload.settle_states()
-        options = None if self.offload is None else self.offload.options
-        return {**super().__getstate__(), "_named_by_model": self._named_by_model, "_offload_options": options}
+        return {
+            **super().__getstate__(),
+            "_named_by_model": self._named_by_model,
+            "_offload_options": None if self.offload is None else self.offload.options,
+            "_steps_in_backward": None if self.in_backward is None else self.in_backward.rebuild,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle or a checkpoint; keys that it lacks take their defaults."""
@@ -243,11 +252,14 @@ class GrassAdamW(Optimizer):
             self._offload_by(state.pop("_offload_options"))
         self._held, self._health, self._reads, self._going_on = None, Health(), Reads(), None
         self._lost = LostUpdates()
+        step_in_backward = state.pop("_steps_in_backward", None)
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         self._checks, self._notes_seeds = StepChecks(self.param_groups), True
+        if step_in_backward is not None:
+            step_in_backward(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group after checking its values and tensors."""

@@ -378,16 +378,23 @@ def test_close() -> None:
     assert_same(ours, ordinary)
 
 
-def test_copies_step_as_usual() -> None:
-    model, optimizer = build()
-    step_in_backward(optimizer)
-    for other, its_optimizer in (
-        copy.deepcopy((model, optimizer)),
-        pickle.loads(pickle.dumps((model, optimizer))),
-    ):
-        loss_of(other, batches()[0]).backward()
-        assert other.up.weight.grad is not None
-        its_optimizer.step()
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_step_in_backward(copied: Callable[[object], object], max_norm: float | None) -> None:
+    """And clip alike; a copy's handle is its own."""
+    ours = build()
+    handle = step_in_backward(ours[1], max_norm=max_norm)
+    train(*ours, batches()[:3])
+    other = copied(ours)
+    train(*ours, batches()[3:])
+    gradients: list[Tensor | None] = []
+    train(*other, batches()[3:], lambda: gradients.append(other[0].up.weight.grad))
+    assert gradients == [None] * len(batches()[3:])
+    assert_same(ours, other)
+    assert other[1].in_backward is not handle
+    other[1].in_backward.close()
+    loss_of(ours[0], batches()[0]).backward()
+    assert ours[0].up.weight.grad is None
 
 
 def test_a_dropped_optimizer_steps_nothing() -> None:

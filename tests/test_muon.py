@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import defaultdict
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import grass
 from grass import GrassMuon
@@ -169,7 +171,8 @@ def test_groups_and_state_are_those_of_both() -> None:
     assert {id(p) for p in optimizer.state} == {id(p) for p in trained}
     columns = sum(layer.active.numel() for layer in (model.up, model.mix, model.down))
     others = sum(p.numel() for p in trained) - columns
-    assert state_bytes(optimizer).device == 4 * (columns + 2 * others + 4)  # and steps of four tensors
+    indices = 8 * 3 * 3  # which three columns of three layers
+    assert state_bytes(optimizer).device == 4 * (columns + 2 * others + 4) + indices  # and steps of four tensors
     history = SelectionHistory(optimizer)
     train(model, optimizer, batches(1))
     assert 0 < history.record()["coverage"] < 1
@@ -178,6 +181,83 @@ def test_groups_and_state_are_those_of_both() -> None:
     train(model, optimizer, batches(1))
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert {name for name in moved if name.endswith("weight")} == {"mix.weight", "down.weight"}
+
+
+@pytest.mark.parametrize("number", [0, -1], ids=["active rows", "the rest"])
+@pytest.mark.parametrize("how", ["taken out", "another list", "another dict"])
+def test_groups_changed_by_hand(number: int, how: str) -> None:
+    """As with any optimizer of torch: parameters of a group that was taken out stand still, and others train on."""
+    model, optimizer = converted()
+    train(model, optimizer, batches(2))
+    held = {id(p) for p in optimizer.param_groups[number]["params"]}
+    if how == "taken out":
+        optimizer.param_groups.pop(number)
+    elif how == "another list":
+        optimizer.param_groups = [g for g in optimizer.param_groups if not {id(p) for p in g["params"]} & held]
+    else:
+        optimizer.param_groups[number] = {**optimizer.param_groups[number], "lr": 0.0}
+    before = copy.deepcopy(model.state_dict())
+    train(model, optimizer, batches(4))
+    layers = {id(layer.active): f"{name}.weight" for name, layer in optimizer.attachment.layers.items()}
+    names = {id(p): name for name, p in model.named_parameters()}
+    still = {layers.get(key, names[key]) for key in held}
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    trained = {layers.get(id(p), names[id(p)]) for p in model.parameters() if p.requires_grad}
+    assert moved == trained - still
+
+
+def test_groups_put_there_by_hand() -> None:
+    model, optimizer = converted()
+    optimizer.param_groups.append({"params": [nn.Parameter(torch.ones(3))], "lr": 1.0})
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match="put there by hand: call add_param_group"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["clear", "another dict", "delete", "pop", "empty"])
+def test_moments_reset_by_hand(how: str) -> None:
+    """The next step is that of an optimizer without moments, of active rows and of the rest."""
+    model, optimizer = converted(selection="top_r", weight_decay=0.0)
+    train(model, optimizer, batches(4))
+    if how == "clear":
+        optimizer.state.clear()
+    elif how == "another dict":
+        optimizer.state = defaultdict(dict)
+    for p in list(optimizer.state):
+        if how == "delete":
+            del optimizer.state[p]
+        elif how == "pop":
+            assert optimizer.state.pop(p, None)
+            assert optimizer.state.pop(p, None) is None
+        else:
+            optimizer.state[p] = {}
+            assert set(optimizer.state[p]) <= {"selection"}
+    assert not any(set(state) - {"selection"} for state in optimizer.state.values())
+    fresh_muon = torch.zeros_like(model.mix.active)
+    loss_of(model, batches(5)[-1]).backward()
+    gradient, norms = model.mix.selected_part(model.mix.active.grad).clone(), model.norm.weight.detach().clone()
+    optimizer.step()
+    model.mix.selected_part(fresh_muon).copy_(0.05 * gradient)  # 1 - momentum
+    torch.testing.assert_close(optimizer.state[model.mix.active]["momentum_buffer"], fresh_muon)
+    moved = (model.norm.weight - norms).abs()
+    torch.testing.assert_close(moved, torch.full_like(moved, 1e-2), rtol=1e-3, atol=0.0)  # Adam's first step
+    with pytest.raises(KeyError, match="No parameter of this GrassMuon"):
+        optimizer.state[nn.Parameter(torch.ones(2))] = {}
+    with pytest.raises(KeyError):
+        del optimizer.state[nn.Parameter(torch.ones(2))]
+
+
+def test_a_flattened_state_goes_on_bit_for_bit() -> None:
+    """As distributed checkpoints of pipelines are: names of values are joined to names of parameters."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = converted(selection="top_r")
+    train(model, optimizer, batches(4))
+    model_state, state = (through_file(s) for s in get_state_dict(model, optimizer, options=options))
+    again, its_optimizer = converted(selection="top_r")
+    set_state_dict(again, its_optimizer, model_state_dict=model_state, optim_state_dict=state, options=options)
+    for each, of in ((model, optimizer), (again, its_optimizer)):
+        train(each, of, batches(9)[4:])
+    assert_same_weights(model, again)
 
 
 def test_norms_in_half_precision_train() -> None:

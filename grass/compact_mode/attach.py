@@ -313,7 +313,7 @@ class Attachment:
 
     def _report_lost_state(self) -> None:
         """Warn if the optimizer has state of rows, and the attachment has seen none of the steps that made it."""
-        layers = self.layers.values()
+        layers = [item.layer for item in self._trained()]
         held = ((self._row_state.empty(layer), self._row_state.tensors(layer)) for layer in layers)
         if any(bool((value != empty).any()) for empty, values in held for value in values):
             logger.warning(
@@ -336,9 +336,12 @@ class Attachment:
         return {f"the rows of {name}": checksum(layer.chosen) for name, layer in self.layers.items()}
 
     def _trained(self) -> list[Trained]:
+        """The layers whose groups a loop has not taken out of the optimizer."""
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         return [
             Trained(layer, self.states[name], index, layer.active.grad)
             for index, (name, layer) in enumerate(self.layers.items())
+            if id(layer.active) in held
         ]
 
     def _ascends(self, layer: CompactLayer) -> bool:

@@ -152,6 +152,34 @@ def test_a_layer_that_the_optimizer_gets_later_is_refused(by_weight: bool) -> No
     assert not torch.equal(model.up.weight, before)
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adafactor])
+def test_a_group_that_is_taken_out_stands_still(make: type[torch.optim.Optimizer]) -> None:
+    """As with any optimizer of torch, over a refresh; other layers train on, and the state is saved."""
+    model = Network()
+    grass.compact(model, rank=3)
+    optimizer = make([{"params": [layer.active]} for layer in compact_layers(model).values()], lr=0.1)
+    attachment = grass.attach(optimizer, model, update_interval=2)
+    train(model, optimizer, batches(3))
+    names, before = list(compact_layers(model)), copy.deepcopy(model.state_dict())
+    del optimizer.param_groups[1]
+    train(model, optimizer, batches(4))
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {f"{name}.weight" for name in (names[0], names[2])}
+    assert list(attachment.state_dict()) == names
+
+
+def test_copies_are_attached_anew() -> None:
+    model, optimizer, _ = attached(OPTIMIZERS["SGD"])
+    model, optimizer = copy.deepcopy((model, optimizer))
+    with pytest.raises(RuntimeError, match=r"SGD would train active rows that never reach .* call grass\.attach"):
+        train(model, optimizer, batches(1))
+    optimizer.zero_grad()
+    grass.attach(optimizer, model)
+    before = copy.deepcopy(model.state_dict())
+    train(model, optimizer, batches(1))
+    assert not torch.equal(model.mix.weight, before["mix.weight"])
+
+
 def test_a_second_attachment_resumes_from_before_its_first_step() -> None:
     """Its columns were drawn by its own seed, and a resumed run draws the same."""
 

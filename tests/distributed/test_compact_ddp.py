@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import grass
@@ -66,6 +68,32 @@ def test_another_optimizer_attached() -> None:
     train(model, optimizer, joint_batches())
     for ours in run_world(attached, 2):
         assert_close(ours, weights(model))
+
+
+def hooked(rank: int) -> list[dict[str, Tensor]]:
+    """Under torch's communication hooks: PowerSGD at the rank of the gradients, and bfloat16 on the wire."""
+    trained = []
+    for compressed in (False, True):
+        model, optimizer = converted(torch.float64, selection="top_r", explore=4)
+        ddp = DistributedDataParallel(model)
+        if compressed:
+            ddp.register_comm_hook(None, fp16_compress_hook)
+        else:
+            state = PowerSGDState(None, matrix_approximation_rank=64, start_powerSGD_iter=2, min_compression_rate=0)
+            ddp.register_comm_hook(state, powerSGD_hook)
+        train_jointly(ddp, optimizer, joint_batches())
+        trained.append(weights(model))
+    return trained
+
+
+def test_hooks_of_torch() -> None:
+    """They see the gradient of the active columns as any other."""
+    model, optimizer = converted(torch.float64, selection="top_r", explore=4)
+    train(model, optimizer, joint_batches())
+    for exact, compressed in run_world(hooked, 2):
+        assert_close(exact, weights(model))
+        for name, value in weights(model).items():
+            torch.testing.assert_close(compressed[name], value, rtol=0.0, atol=1e-2)  # half precision on the wire
 
 
 def unfrozen(rank: int) -> None:

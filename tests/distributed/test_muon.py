@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,26 +45,31 @@ def replicated(rank: int) -> dict[str, Tensor]:
 
 
 def sharded(rank: int, path: Path) -> dict[str, Any]:
-    """What an uninterrupted run ends with, and what runs that go on from three kinds of checkpoints do."""
+    """What an uninterrupted run ends with, and what runs that go on from four kinds of checkpoints do."""
     data, (model, optimizer) = joint_batches(), build(sharded=True)
     train_jointly(model, optimizer, data)
     ends = {"uninterrupted": whole(model)}
     stopped, older = build(sharded=True)
     train_jointly(stopped, older, data[:5])
     saved = copy.deepcopy((stopped.state_dict(), older.state_dict()))
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flattened = dict(
+        zip(("model", "optimizer"), copy.deepcopy(get_state_dict(stopped, older, options=options)), strict=True)
+    )
     states = dict(zip(("model", "optimizer"), get_state_dict(stopped, older), strict=True))
     dcp.save(states, checkpoint_id=path)
-    for kind in ("state_dict", "get_state_dict", "files"):
+    for kind in ("state_dict", "get_state_dict", "files", "flattened"):
         model, optimizer = build(sharded=True)
         if kind == "state_dict":
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
         else:
-            found = states
+            found, how = (flattened, options) if kind == "flattened" else (states, None)
             if kind == "files":
                 found = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
                 dcp.load(found, checkpoint_id=path)
-            set_state_dict(*(model, optimizer), model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+            parts = {"model_state_dict": found["model"], "optim_state_dict": found["optimizer"]}
+            set_state_dict(model, optimizer, **parts, options=how)
         train_jointly(model, optimizer, data[5:])
         ends[kind] = whole(model)
     return ends
