@@ -33,5 +33,13 @@ class ArgumentParser(ShortErrors, argparse.ArgumentParser):
 
 
 def number(text: str) -> int | float:
-    """An integer, or with a point or an exponent a float."""
-    return float(text) if set(text) & set(".e") else int(text)
+    """An integer; with a point, an exponent or a stroke, as in ``1/8``, a float."""
+    return share(text) if set(text) & set(".e/") else int(text)
+
+
+def share(text: str) -> float:
+    """A float, also written as a fraction such as ``1/8``."""
+    above, stroke, below = text.partition("/")
+    if stroke and not int(below):
+        raise ValueError(f"Invalid fraction {text!r}: divides by zero")
+    return int(above) / int(below) if stroke else float(text)

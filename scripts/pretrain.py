@@ -208,7 +208,12 @@ def add_training_flags(add: Any) -> None:
         type=int,
         help="steps of warm-up, before a cosine to --final-lr; default: a tenth of the run, up to 100",
     )
-    add("--final-lr", type=float, default=0.1, help="learning rate of the last step, as a share of the peak")
+    add(
+        "--final-lr",
+        type=float,
+        default=0.1,
+        help="learning rate that the cosine ends at, after the last step, as a share of the peak",
+    )
     add("--accumulate", type=int, default=1, help="batches per step")
     add("--checkpointing", action="store_true", help="keep layers' inputs alone and run each forward again in backward")
     add("--chunked-loss", type=int, default=0, metavar="TOKENS", help="logits of so many tokens at a time; 0: of all")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from grass.command_line import ArgumentParser
+from grass.command_line import ArgumentParser, number, share
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,6 +22,21 @@ def test_errors_take_one_line_and_help_shows_defaults(capsys) -> None:
     assert "\n    as written" in shown
     assert "how many (default: 3)" in shown
     assert "None" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("16", 16), ("0.25", 0.25), ("1e-1", 0.1), ("1.0", 1.0), ("1/8", 0.125), ("1/1", 1.0)]
+)
+def test_numbers(text: str, value: float) -> None:
+    assert (number(text), type(number(text))) == (value, type(value))
+    assert (share(text), type(share(text))) == (value, float)
+
+
+@pytest.mark.parametrize("text", ["1/0", "1/", "/2", "0.5/2", "half", ""])
+def test_no_numbers(text: str) -> None:
+    for kind in (number, share):
+        with pytest.raises(ValueError, match=r"."):
+            kind(text)
 
 
 def test_every_script_has_this_parser() -> None:

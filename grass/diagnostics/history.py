@@ -136,7 +136,9 @@ class SelectionHistory:
         return [self._tracked[position].name for position in sorted(self._tracked)]
 
     def mask(self, layer: str) -> NDArray[np.bool_]:
-        """Which rows of a layer each step trained: boolean ``(steps, m)``, for an image.
+        """Which rows of a layer were selected in each step: boolean ``(steps, m)``, for an image.
+
+        Explored rows, which train too, are not marked, and no row is in steps before a loaded state.
 
         Raises:
             ValueError: no layer has this name, or the history does not keep selections.

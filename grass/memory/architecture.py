@@ -54,6 +54,8 @@ class Architecture:
         vocab: tokens ``V``.
         block: the parameters of one block in order: the matrices that Grass converts (:func:`grass.matched_modules`),
             and the elements of each other one, biases and norms.
+        other_used: elements of the other matrices of a block that a token is multiplied by, as of experts that Grass
+            does not convert.
         outside: elements of each parameter outside the blocks, a tied weight once.
         head: elements of the head's weight, and of the embedding's.
         tied: whether the head's weight is the embedding's.
@@ -66,6 +68,7 @@ class Architecture:
     layers: int
     vocab: int
     block: tuple[Linear | int, ...]
+    other_used: int
     outside: tuple[int, ...]
     head: int
     tied: bool
@@ -87,10 +90,13 @@ class Architecture:
         check_blocks(config, blocks)
         inside = {id(p) for p in blocks.parameters()}
         head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        used = getattr(config, "num_experts_per_tok", None) or 1
+        block = _parameters(blocks[0], used)
         return cls(
             layers=len(blocks),
             vocab=head.shape[0],
-            block=_parameters(blocks[0], getattr(config, "num_experts_per_tok", None) or 1),
+            block=block,
+            other_used=_other_used(blocks[0], block, used),
             outside=tuple(p.numel() for p in model.parameters() if id(p) not in inside),
             head=head.numel(),
             tied=head is embedding,
@@ -129,7 +135,7 @@ class Architecture:
     @property
     def flops_elements(self) -> int:
         """Elements of one block that a token is multiplied by."""
-        return sum(linear.m * linear.n * linear.used for linear in self.linears) + self.vectors
+        return sum(linear.m * linear.n * linear.used for linear in self.linears) + self.other_used
 
     @property
     def parameters(self) -> int:
@@ -166,3 +172,11 @@ def _parameters(block: nn.Module, used: int) -> tuple[Linear | int, ...]:
             m, n = weight.shape[:0:-1] if transposed else weight.shape[1:]
             found[id(weight)] = Linear(m, n, weight.shape[0], used)
     return tuple(found.get(id(p), p.numel()) for p in block.parameters())
+
+
+def _other_used(block: nn.Module, parts: tuple[Linear | int, ...], used: int) -> int:
+    """Elements that a token is multiplied by, of matrices that are not converted; of those of experts its share."""
+    others = [p for p, part in zip(block.parameters(), parts, strict=True) if isinstance(part, int)]
+    return sum(
+        p.numel() // p.shape[0] * min(used, p.shape[0]) if p.ndim == 3 else p.numel() for p in others if p.ndim > 1
+    )

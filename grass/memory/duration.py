@@ -17,8 +17,10 @@ def flops_per_token(method: str, model: Architecture, setting: Setting) -> float
     forward of a block ends before its last product, whose output nobody saves, unless Grass has converted the layer.
     """
     used = [linear.used * linear.m * linear.n for linear in model.linears]
-    repeated = sum(used if method in COMPACT else used[:-1]) if setting.checkpointing else 0
-    blocks = 2 * model.layers * (2 * sum(used) + repeated + _trained_elements(method, model, setting))
+    others = model.other_used
+    repeated = others + sum(used if method in COMPACT else used[:-1]) if setting.checkpointing else 0
+    trained = _trained_elements(method, model, setting) + (0 if method in ADAPTERS else others)
+    blocks = 2 * model.layers * (2 * (sum(used) + others) + repeated + trained)
     return blocks + (4 if method in ADAPTERS else 6) * model.head
 
 

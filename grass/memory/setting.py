@@ -98,6 +98,10 @@ class Setting:
 
         if self.stream and not (self.offload and self.checkpointing):
             raise ValueError("Invalid stream=True: needs offload and checkpointing, which a streamed model always has")
+        if self.active_dtype not in (self.dtype, torch.float32):
+            raise ValueError(
+                f"Invalid active_dtype={self.active_dtype}: must be torch.float32, or that of the weights, {self.dtype}"
+            )
         if self.masters and not self.offload:
             raise ValueError("Invalid masters=True: only with offload=True")
         if self.shards > 1:
@@ -124,6 +128,8 @@ class Setting:
 
     def check(self, model: Architecture) -> None:
         """Raise ``ValueError`` where the model cannot be trained, or planned for, in this way."""
+        if any(linear.experts > 1 for linear in model.linears):
+            self._check_experts()
         largest = self.largest_rank(model)
         if isinstance(self.rank, int) and self.rank > largest:
             raise ValueError(f"Invalid rank={self.rank}: must be at most {largest} for this model and dim={self.dim}")
@@ -147,6 +153,15 @@ class Setting:
             raise ValueError(
                 f"Invalid chunk_tokens={self.chunk_tokens}: this model does more to its logits than its head, and its "
                 "loss cannot be chunked: must be 0"
+            )
+
+    def _check_experts(self) -> None:
+        if self.moment_dtype == "8bit":
+            raise ValueError("Invalid moment_dtype='8bit': does not take experts, so must be 'float32' or 'bfloat16'")
+        if self.dtype != torch.bfloat16:
+            raise ValueError(
+                f"Invalid dtype={self.dtype}: models with experts are planned in torch.bfloat16 only, because their "
+                "products have no other on tensors without contents"
             )
 
     def lowered(self, model: Architecture, names: Collection[str]) -> tuple[Setting, dict[str, str]]:

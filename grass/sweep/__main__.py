@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grass.command_line import ArgumentParser
+from grass.command_line import ArgumentParser, share
 from grass.sweep.bracket import Point, best_point, next_points
 from grass.sweep.grid import Kind
 from grass.sweep.language import LanguageModel
@@ -63,8 +63,8 @@ def argument_parser() -> ArgumentParser:
     add("--out", type=Path, default=Path("runs/sweep"), help="journals, logs and lr.png")
     add("--scratch", action="store_true", help="random weights from the configuration instead of pretrained ones")
     add("--lr", type=float, help=f"to begin with; default: {PRETRAINED_LR:g}, with --scratch {SCRATCH_LR:g}")
-    add("--rank", type=float, default=0.25, help="selected columns, a fraction")
-    add("--explore", type=float, help="explored columns, a fraction; default: that of the mode")
+    add("--rank", type=share, default=0.25, help="selected columns, a fraction")
+    add("--explore", type=share, help="explored columns, a fraction; default: that of the mode")
     add("--dense", action="store_true", help="dense mode instead of compact mode")
     add("--steps", type=int, default=270, help="of each run")
     add("--batch-size", type=int, default=8, help="sequences per step")

@@ -143,7 +143,7 @@ class LanguageModel:
 
     def lines(self, lr: float, scale: float) -> str:
         """The code that trains with these rates."""
-        options = f"rank={self.rank:g}" + ("" if self.explore is None else f", explore={self.explore:g}")
+        options = f"rank={float(self.rank)}" + ("" if self.explore is None else f", explore={float(self.explore)}")
         rates = f"{lr=}, {scale=}"
         if self.dense:
             return f"optimizer = grass.GrassAdamW(grass.param_groups(model, {options}), {rates})"

@@ -45,6 +45,29 @@ def test_operations_of_a_token(method, rank, checkpointing):
     assert found == pytest.approx(flops_per_token(method, architecture, setting), rel=1e-12)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_experts_that_are_not_converted(checkpointing):
+    """A token counts with those that it is sent to, and with the router, which trains whole."""
+    from transformers import Llama4TextConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "intermediate_size_mlp": 32, "num_hidden_layers": 2}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "interleave_moe_layer_step": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 50}
+    config = Llama4TextConfig(**sizes, **experts, **heads, no_rope_layers=[1, 1], attention_chunk_size=64)
+    architecture = Architecture.from_config(config)
+    assert all(linear.experts == 1 for linear in architecture.linears)
+    one, router, converted = 3 * 64 * 32, 8 * 64, architecture.layer_matrix
+    others = 2 * one + router
+    assert architecture.other_used == others
+    assert converted == 4 * 64 * 64 + one, "attention and the expert that all tokens share"
+    assert architecture.flops_elements == converted + others
+    passes = 8 if checkpointing else 6
+    last = 2 * architecture.linears[-1].elements if checkpointing else 0  # its forward is not repeated
+    setting = Setting(rank=16, seq_len=16, checkpointing=checkpointing, chunk_tokens=0)
+    expected = 2 * (passes * (converted + others) - last) + 6 * 64 * 50
+    assert flops_per_token("AdamW", architecture, setting) == expected
+
+
 def test_adapters_train_little():
     architecture = Architecture.from_config(llama_config("60m", vocab_size=1000, max_seq_len=64))
     setting = Setting(rank=64, seq_len=64)

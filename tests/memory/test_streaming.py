@@ -104,8 +104,8 @@ def test_seconds_of_one_resource(method: str, cache: int) -> None:
     link, units = seconds(method, setting, up_rate=1e9)
     assert link == pytest.approx(units.bytes_up / 1e9)
     model, tokens = Architecture.from_config(llama("60m", 6)), setting.tokens
-    inside, head = model.layers * (model.layer_matrix + model.vectors), 6 * tokens * model.head
-    flops = (8 if method == "AdamW" else 6) * tokens * inside + head
+    trained = model.layer_matrix + model.vectors if method == "AdamW" else 0
+    flops = tokens * (model.layers * (6 * model.layer_matrix + 2 * trained) + 6 * model.head)
     computing, _ = seconds(method, setting, compute_rate=1e12)
     assert 0.999 * flops / 1e12 <= computing
     if method == "AdamW":

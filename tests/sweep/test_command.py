@@ -132,6 +132,12 @@ def test_its_lines_train(trial) -> None:
         exec(replace(trial, dense=dense).lines(0.004, 0.5), scope)
         group = scope["optimizer"].param_groups[0]
         assert (group["lr"], group["scale"]) == (0.004, 0.5)
+    for every in (replace(trial, explore=1.0), replace(trial, rank=1.0)):
+        scope = {"grass": grass, "model": AutoModelForCausalLM.from_config(CONFIG)}
+        exec(every.lines(0.004, 0.5), scope)
+        layers = [layer for layer in scope["model"].modules() if hasattr(layer, "chosen")]
+        assert layers
+        assert all(len(layer.chosen) == layer.in_features for layer in layers), "all columns, not one"
 
 
 @pytest.mark.parametrize(

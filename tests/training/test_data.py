@@ -124,6 +124,19 @@ def test_any_processes_are_served_the_same_sequences_in_a_step(sizes):
         assert torch.equal(served, torch.cat(alone[start:]))
 
 
+@pytest.mark.parametrize("other", [torch.arange(101), torch.arange(1, 72)], ids=["longer", "of the same length"])
+def test_the_position_in_another_text_is_refused(other):
+    tokens = torch.arange(71)
+    saved = PackedBatches(tokens, batch_size=3, seq_len=10, seed=0).state_dict()
+    same, changed = (PackedBatches(text, batch_size=3, seq_len=10, seed=0) for text in (tokens, other))
+    same.load_state_dict({**saved, "position": 6})
+    with pytest.raises(ValueError, match=r"The training text has changed: the checkpoint was made with \{'blocks': 7,"):
+        changed.load_state_dict({**saved, "position": 6})
+    assert (same.position, changed.position) == (6, 0)
+    changed.load_state_dict({"position": 6})  # of a checkpoint from before texts were told apart
+    assert changed.position == 6
+
+
 def test_batches_run_on_across_epochs():
     batches = take(PackedBatches(torch.arange(71), batch_size=3, seq_len=10, seed=0), 7)
     starts = torch.cat(batches)[:, 0].tolist()

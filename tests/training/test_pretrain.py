@@ -131,11 +131,15 @@ def test_streamed_dataset_is_killed_and_resumed(tmp_path, json_files, tokenizer_
 
 
 def test_a_run_can_be_extended_but_not_changed(tmp_path, capsys):
-    pretrain(tmp_path, "--steps", "4")
-    assert list(pretrain(tmp_path, "--steps", "6", "--resume").index) == [1, 2, 3, 4, 5, 6]
+    pretrain(tmp_path / "run", "--steps", "4")
+    extended = pretrain(tmp_path / "run", "--steps", "6", "--resume")
+    assert list(extended.index) == [1, 2, 3, 4, 5, 6]
     assert "Resumed at step 4" in capsys.readouterr().out
+    rates = pretrain(tmp_path / "whole", "--steps", "6")["lr"]
+    assert extended["lr"][4:].equals(rates[4:]), "the new schedule's from the first step on"
+    assert not extended["lr"][:4].equals(rates[:4])
     with pytest.raises(SystemExit):
-        pretrain(tmp_path, "--resume", "--lr", "0.5")
+        pretrain(tmp_path / "run", "--resume", "--lr", "0.5")
     assert "made with {'lr': 0.001}, not with {'lr': 0.5}" in capsys.readouterr().err
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -126,6 +127,7 @@ class PackedBatches:
         seed: int,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
+        self._tokens = tokens
         self.blocks = packed_blocks(tokens, seq_len)
         self.sizes = (batch_size,) * shard[1]
         self.seq_len = seq_len
@@ -151,12 +153,27 @@ class PackedBatches:
         self.position += sum(self.sizes)
         return self.sequences(start, self.batch_size)
 
+    @cached_property
+    def text(self) -> dict[str, int]:
+        """What tells these blocks from those of other texts."""
+        return {"blocks": len(self.blocks), "crc32": zlib.crc32(self._tokens.numpy().tobytes())}
+
     def state_dict(self) -> dict[str, Any]:
-        """The number of sequences that all processes have been served."""
-        return {"position": self.position}
+        """The number of sequences that all processes have been served, and of which text."""
+        return {"position": self.position, **self.text}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position."""
+        """Go to a saved position.
+
+        Raises:
+            ValueError: it was saved with another text, of which the same position is another one.
+        """
+        saved = {key: state[key] for key in self.text if key in state}  # older checkpoints have none
+        if saved and saved != self.text:
+            raise ValueError(
+                f"The training text has changed: the checkpoint was made with {saved}, not with {self.text}. Resume "
+                "with the same files, or begin another run from the checkpoint's model"
+            )
         self.position = state["position"]
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_warmup
 
@@ -138,9 +139,18 @@ class Trainer:
         self.parallel = data_parallel(self.model, self.optimizer, self.processes)
         self.deal = divided(self.config, self.data.train, self.processes, self.parallel, self.optimizer, self._work)
         self.in_backward = self._step_in_backward() if self.config.step_in_backward else None
-        self.scheduler = get_cosine_with_min_lr_schedule_with_warmup(
-            self.optimizer, self.config.warmup, self.config.steps, min_lr_rate=self.config.final_lr
+        self.scheduler = self._schedule()
+
+    def _schedule(self) -> LRScheduler:
+        """The schedule, at the steps done: it sets the learning rate of the next one."""
+        schedule: LRScheduler = get_cosine_with_min_lr_schedule_with_warmup(
+            self.optimizer,
+            self.config.warmup,
+            self.config.steps,
+            min_lr_rate=self.config.final_lr,
+            last_epoch=self.step - 1,
         )
+        return schedule
 
     @property
     def tokens_per_step(self) -> int:
@@ -193,7 +203,7 @@ class Trainer:
 
     def _logged_step(self, clock: Clock) -> dict[str, float]:
         """One step, and what is to be logged of it."""
-        learning_rate = self.scheduler.get_last_lr()[0]
+        learning_rate = float(self.scheduler.get_last_lr()[0])
         with clock:
             loss, norm = self.train_step()
             if not (self._due(self.config.log_every) or self._due(self.config.save_every)):
@@ -274,7 +284,6 @@ class Trainer:
                 "step": self.step,
                 "eval_loss": self.eval_loss,
                 "optimizer": optimizer,
-                "scheduler": self.scheduler.state_dict(),
                 "data": [data for data, _ in positions],
                 "rng": [rng for _, rng in positions],
                 "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -303,7 +312,7 @@ class Trainer:
         self.step = self.saved_step = state["step"]
         self.eval_loss = state["eval_loss"]
         load_optimizer_state(self.model, self.optimizer, state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        self.scheduler = self._schedule()
         saved = self.processes.rank % len(state["rng"])  # more processes than were saved take a position of others
         self.data.train.load_state_dict(state["data"][saved])
         torch.set_rng_state(state["rng"][saved])
