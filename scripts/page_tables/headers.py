@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from page_tables.law import is_of_the_law, linear_rate
+from page_tables.law import is_of_the_law, linear_rate, mean_and_each
 from page_tables.markdown import table
 from page_tables.source import Row, read, settings_of
-from page_tables.study import shown
 
 FILE = "headers/cells.csv"
 RANKS = {"0.25": "r = q = n/4", "0.125": "n/8", "0.0625": "n/16"}
@@ -21,7 +20,12 @@ def headers() -> str:
         of = losses.setdefault((int(row["steps"]), -(other or 0), rate), {})
         of.setdefault(name(row), []).append(float(row["loss_100"]))
     lines = (
-        [f"{steps:,}", f"{rate:g}", f"{-other:g}" if other else "the same", *(_each(of.get(n, [])) for n in NAMES)]
+        [
+            f"{steps:,}",
+            f"{rate:g}",
+            f"{-other:g}" if other else "the same",
+            *(mean_and_each(of.get(n, [])) for n in NAMES),
+        ]
         for (steps, other, rate), of in sorted(losses.items())
     )
     return table(["steps", "linear layers", "other parameters", *NAMES], lines)
@@ -50,7 +54,3 @@ def name(row: Row) -> str:
     if row["optimizer"] != "grass" or not is_of_the_law(values):
         raise ValueError(f"{FILE} has a cell of {row['settings']!r}, which its table does not show")
     return RANKS[values.get("rank", "0.25")]
-
-
-def _each(losses: list[float]) -> str:
-    return shown(losses).removesuffix(" (one seed)") if losses else ""

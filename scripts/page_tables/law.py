@@ -70,10 +70,10 @@ def law_losses() -> str:
     shares, lines = _shares(), []
     for (hidden, steps), of in _by_width_and_horizon().items():
         adamw = _losses_by_seed(of[1.0])
-        line = [str(hidden), f"{steps:,}", _others(of), _mean_and_each(list(adamw.values()), "")]
+        line = [str(hidden), f"{steps:,}", _others(of), mean_and_each(list(adamw.values()))]
         for share in shares:
             ours = _losses_by_seed(of[share]) if share in of else {}
-            line.append(_mean_and_each([ours[seed] - adamw[seed] for seed in ours if seed in adamw], "+"))
+            line.append(mean_and_each([ours[seed] - adamw[seed] for seed in ours if seed in adamw], "+"))
         lines.append(line)
     return table(["hidden size", "steps", "other parameters", "AdamW's", *map(_name, shares)], lines)
 
@@ -126,7 +126,7 @@ def _losses_by_seed(row: Row) -> dict[str, float]:
     return dict(zip(row["seeds"].split(), map(float, row["losses"].split()), strict=True))
 
 
-def _mean_and_each(values: list[float], sign: str) -> str:
+def mean_and_each(values: list[float], sign: str = "") -> str:
     """The mean in bold before the values of several seeds; the value of one."""
     each = " ".join(f"{value:{sign}.3f}" for value in values)
     return f"**{fmean(values):{sign}.3f}** ({each})" if len(values) > 1 else each
