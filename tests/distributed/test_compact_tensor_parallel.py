@@ -147,7 +147,7 @@ def test_a_stratum_without_gradients_counts_the_refreshes_of_the_others() -> Non
         pytest.param((2, 2, 2), id="hsdp", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_equals_one_process_with_the_same_strata(dim: int, sizes: tuple[int, ...]) -> None:
     cases = CASES if len(sizes) < 3 else CASES[:1]
     ranks = run_world(parallel, math.prod(sizes), dim, sizes, cases)
@@ -201,12 +201,12 @@ def through_a_checkpoint(
 @pytest.mark.parametrize(
     ("sizes", "others"),
     [
-        pytest.param((2,), [()], id="alone"),
+        pytest.param((2,), [()], id="alone", marks=pytest.mark.slow),
         pytest.param((2, 2), [(), (2,), (1, 2)], id="fsdp2", marks=pytest.mark.slow),
         pytest.param((1, 4), [(), (2, 2), (4, 1)], id="four strata", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_checkpoint(dim: int, sizes: tuple[int, ...], others: list[tuple[int, ...]], tmp_path: Path) -> None:
     expected, rows = run_world(saved, math.prod(sizes), sizes, dim, tmp_path, 0)[0]
     assert all(len(indices) == SAVED["rank"] for indices in rows)

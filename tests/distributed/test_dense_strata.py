@@ -86,7 +86,7 @@ def one_process(layers: list[str], dim: int, options: dict[str, Any]) -> tuple[n
     ("how", "dim"),
     [
         pytest.param(PARALLEL, 1, id="tensor parallelism"),
-        pytest.param(PARALLEL, 0, id="tensor parallelism, rows"),
+        pytest.param(PARALLEL, 0, id="tensor parallelism, rows", marks=pytest.mark.slow),
         pytest.param(FSDP2, 0, id="fsdp2, rows"),
         pytest.param(BOTH, 1, id="both", marks=pytest.mark.slow),
     ],

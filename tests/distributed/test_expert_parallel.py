@@ -89,7 +89,7 @@ def on_ranks(rank: int, sizes: tuple[int, ...], dim: int) -> list[dict[str, Any]
         pytest.param((2, 2), id="fsdp2", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_equals_one_process(dim: int, sizes: tuple[int, ...]) -> None:
     every = run_world(on_ranks, math.prod(sizes), sizes, dim)
     for number, case in enumerate(CASES):
@@ -200,7 +200,7 @@ def trained(sizes: tuple[int, ...], dim: int, folder: Path, first: int) -> list[
     ("sizes", "others"),
     [
         pytest.param((2,), [()], id="two ranks", marks=pytest.mark.slow),
-        pytest.param((), [(2,)], id="one process"),
+        pytest.param((), [(2,)], id="one process", marks=pytest.mark.slow),
         pytest.param((4,), [(), (2,), (2, 2)], id="four ranks", marks=pytest.mark.slow),
         pytest.param((2, 2), [(), (4,)], id="fsdp2", marks=pytest.mark.slow),
     ],

@@ -184,12 +184,22 @@ def dying(rank: int) -> None:
         (other_rank_compact, 2, "params"),
         (other_age, 2, "ValueError: The ranks differ in the age of"),
         (other_rows, 4, "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks"),
-        (other_rows_sharded_bank, 4, "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks"),
+        pytest.param(
+            other_rows_sharded_bank,
+            4,
+            "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks",
+            marks=pytest.mark.slow,
+        ),
         (other_layout_of_bank, 2, "ValueError: The ranks differ in shard_bank of group 0: False on ranks [0]; True on"),
         (part_of_a_bank, 2, "save and load by torch.distributed.checkpoint"),
         (redundancy_free, 2, "RuntimeError: ZeroRedundancyOptimizer does not take compact mode"),
         (offloaded, 2, "ValueError: The ranks differ in offload: 'cpu' on ranks [0]; None on ranks [1]"),
-        (other_rows_dense, 4, "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks"),
+        pytest.param(
+            other_rows_dense,
+            4,
+            "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_rank_says_what_differs(body: object, size: int, message: str) -> None:

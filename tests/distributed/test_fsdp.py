@@ -175,7 +175,7 @@ def stale_graphs(rank: int, offload: str | None) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("offload", [None, pytest.param("cpu", marks=pytest.mark.slow)])
 def test_a_graph_from_before_the_step_is_refused(offload: str | None) -> None:
     for said in run_world(stale_graphs, 2, offload):
         assert ["modified by an inplace operation" in text for text in said] == [True] * 6
@@ -294,7 +294,7 @@ def continued(rank: int, folder: Path, rule: dict[str, Any]) -> tuple[dict[str, 
 
 @pytest.mark.parametrize(
     "rule",
-    [RULES[0], *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES[1:])],
+    [pytest.param(rule, marks=pytest.mark.slow) for rule in RULES],
     ids=lambda rule: rule["state_policy"],
 )
 def test_checkpoint_across_world_sizes(rule: dict[str, Any], tmp_path: Path) -> None:

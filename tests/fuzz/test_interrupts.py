@@ -56,7 +56,12 @@ def check(case: Case, counts: Counter[str], seen: list[str]) -> None:
     assert counts.keys() <= fine, "\n".join(seen[:20])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
+    """Of what is streamed, one case is quick: the step's."""
+    return (pytest.mark.slow,) if case.stream is not None and (case.part != "step" or case.files) else ()
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in CASES])
 def test_an_interrupt(case: Case) -> None:
     check(case, *outcomes(case, times=4))
 

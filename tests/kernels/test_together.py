@@ -75,8 +75,7 @@ def assert_as_one_after_another(run: Any, function: Any, every: Any, keys: list[
                 assert torch.equal(together_[name][i], tensor), (implementation, name, i)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(("dim", "per_row"), [(0, True), (1, False)])
 @pytest.mark.parametrize(("dtype", "layout"), list(itertools.product(DTYPES, LAYOUTS)), ids=str)
 def test_equals_one_after_another(dtype, layout, per_row, dim, run) -> None:
     every, keys = columns(dtype, layout, dim), [make_key(i) for i in range(len(SHAPES))]

@@ -54,5 +54,6 @@ def llama(size: str, layers: int | None = None) -> PretrainedConfig:
 
 
 LLAMA_13B = Architecture.from_config(llama("13b"))
+LLAMA_60M = Architecture.from_config(llama("60m"))
 LLAMA_1B = Architecture.from_config(llama("1b"))
 LLAMA_7B = Architecture.from_config(llama("7b"))

@@ -21,7 +21,7 @@ import grass
 from grass.memory import METHODS, Architecture, Setting, parse_bytes, plan
 from grass.memory.fits import Largest, largest_that_fit
 from grass.memory.tracing import Tracer, fake_model, trace
-from tests.memory.architectures import CAPPED, KINDS, LLAMA_1B, LLAMA_7B, LLAMA_13B, llama
+from tests.memory.architectures import CAPPED, KINDS, LLAMA_1B, LLAMA_7B, LLAMA_13B, LLAMA_60M
 
 
 def test_13b_fits_40_gb_with_float32_active_rows_and_moments():
@@ -47,7 +47,7 @@ def test_7b_fits_24_gb_and_in_8_bits_12_gb():
 @pytest.mark.parametrize("dim", [0, 1])
 def test_gradients_and_rows_count_what_is_explored_and_moments_do_not(dim):
     """The table of bytes of docs/memory.md, for every weight of a model at once; float32 throughout."""
-    model = Architecture.from_config(llama("60m"))
+    model = LLAMA_60M
     plans = {
         q: plan("Grass", model, Setting(rank=32, explore=q, dim=dim, dtype=torch.float32)) for q in (0, 32, None, 64)
     }
@@ -63,7 +63,7 @@ def test_gradients_and_rows_count_what_is_explored_and_moments_do_not(dim):
 
 
 def test_all_that_are_left_explored_is_a_whole_gradient():
-    model = Architecture.from_config(llama("60m"))
+    model = LLAMA_60M
     grass_, adamw = (
         plan(name, model, Setting(rank=64, explore=1.0, dtype=torch.float32)) for name in ("Grass", "AdamW")
     )
@@ -79,7 +79,7 @@ def test_all_that_are_left_explored_is_a_whole_gradient():
 def test_more_of_anything_never_takes_less(method, more):
     for checkpointing in (True, False):
         setting = Setting(checkpointing=checkpointing)
-        for model in (LLAMA_13B, Architecture.from_config(llama("60m"))):
+        for model in (LLAMA_13B, LLAMA_60M):
             larger = dataclasses.replace(setting, **more)
             assert plan(method, model, larger).peak >= plan(method, model, setting).peak
 

@@ -24,7 +24,7 @@ HALF = {"active_dtype": torch.bfloat16}
     [
         pytest.param(["60m", "--layers", "2", "--gpus", "2", "--rank", "64"], id="60m"),
         pytest.param(["13b", "--layers", "3", "--gpus", "8"], id="13b"),
-        pytest.param(["1b", "--layers", "4", "--gpus", "4"], id="1b"),
+        pytest.param(["1b", "--layers", "4", "--gpus", "4"], id="1b", marks=pytest.mark.soak),
     ],
 )
 def test_plan_equals_what_the_tracker_counts(tmp_path, arguments):

@@ -115,7 +115,9 @@ READERS: dict[str, Body] = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "tied", [pytest.param(False, id="untied", marks=pytest.mark.slow), pytest.param(True, id="tied")]
+)
 @pytest.mark.parametrize("body", READERS)
 @pytest.mark.parametrize("mode", EVERY_MODE)
 def test_language_model(mode: str, body: str, tied: bool, tiny_llama: Build) -> None:

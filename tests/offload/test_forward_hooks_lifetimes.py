@@ -72,7 +72,10 @@ def test_nothing_is_kept_alive(mode: str, tiny_llama: Build) -> None:
     evaluated(twin)
 
 
-@pytest.mark.parametrize("scheduled", [False, True], ids=["freed at once", "freed by the collector"])
+@pytest.mark.parametrize(
+    "scheduled",
+    [pytest.param(False, id="freed at once"), pytest.param(True, id="freed by the collector", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("mode", EVERY_MODE)
 def test_a_dropped_optimizer_ends_its_last_step(mode: str, scheduled: bool, tiny_llama: Build) -> None:
     results = []

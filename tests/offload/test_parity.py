@@ -43,7 +43,9 @@ def test_equals_the_resident_optimizer(mode: Mode, options: dict[str, Any]) -> N
     assert same(*results)
 
 
-@pytest.mark.parametrize(("policy", "fraction"), [("keep", 0.0), ("bank", 0.0), ("keep", 1.0)])
+@pytest.mark.parametrize(
+    ("policy", "fraction"), [pytest.param("keep", 0.0, marks=pytest.mark.slow), ("bank", 0.0), ("keep", 1.0)]
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_state_may_lie_in_files(
     mode: Mode, policy: str, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

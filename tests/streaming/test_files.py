@@ -29,7 +29,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("cache", [0, 1 << 30])
 @pytest.mark.parametrize("mode", ["dense", "compact", "compact over int8"])
-@pytest.mark.parametrize("explore", [0, 2])
+@pytest.mark.parametrize("explore", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_training(mode: str, offload: Any, cache: int, explore: int, tmp_path: Path) -> None:
     stream = {"offload": grass.Offload(path=tmp_path), "cache": cache}
     assert_same_training(mode, {"explore": explore}, offload=offload, stream=stream)

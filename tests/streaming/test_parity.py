@@ -42,7 +42,7 @@ def test_training_with_options(options: dict[str, Any], offload: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "compact"])
-@pytest.mark.parametrize("batches", [2, 3])
+@pytest.mark.parametrize("batches", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("stream", [{}, {"offload_activations": True}, {"cache": 1 << 30}])
 def test_accumulation(mode: str, batches: int, stream: dict[str, Any]) -> None:
     assert_same_training(mode, batches=batches, offload="cpu", stream=stream)

@@ -132,7 +132,7 @@ class _Owner: ...
 
 @pytest.mark.parametrize("cached", [0, 1])
 @pytest.mark.parametrize("offload_activations", [False, True])
-@pytest.mark.parametrize("mode", ["full", "compact", "compact over int8"])
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.slow), "compact", "compact over int8"])
 def test_at_most_three_units_are_there_beside_the_cache(
     monkeypatch: pytest.MonkeyPatch, mode: str, offload_activations: bool, cached: int
 ) -> None:

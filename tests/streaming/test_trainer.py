@@ -52,7 +52,7 @@ def run(
     "features",
     [pytest.param(FEATURES[name], id=name, marks=pytest.mark.slow if name in LONG else ()) for name in FEATURES],
 )
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=pytest.mark.slow if m == "dense" else ()) for m in MODES])
 def test_trainer(tiny_llama: Build, tmp_path: Path, mode: str, features: dict[str, Any]) -> None:
     runs = []
     for name in ("resident", "streamed"):

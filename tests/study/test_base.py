@@ -39,6 +39,7 @@ def test_the_same_every_time(base, base_files, tmp_path):
         assert (again / name).read_bytes() == (base / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_none(base_files, tmp_path, monkeypatch):
     class Stopped(Trainer):
         def train_step(self):

@@ -47,7 +47,7 @@ def test_a_cell_trains_and_reports(grid_file, tmp_path):
     assert not list(tmp_path.glob("*/checkpoints"))
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_cell_goes_on_where_it_was_interrupted(grid_file, tmp_path, monkeypatch, number):
     grid, evaluate = load_grid(grid_file), Trainer.evaluate
 

@@ -15,8 +15,9 @@ HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 128, 352, 4, 257
 PROJECTED = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE)
 PARAMETERS = PROJECTED + 2 * VOCAB * HIDDEN + (2 * LAYERS + 1) * HIDDEN
 
-EVERY = [pytest.param(name, marks=pytest.mark.slow if name == "adamw8bit" else ()) for name in OPTIMIZERS]
-"""Names of all optimizers; the one that compiles its step takes long."""
+LONG = ("adamw8bit", "muon")
+"""One compiles its step, one multiplies matrices in bfloat16, for which few CPUs have instructions."""
+EVERY = [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in OPTIMIZERS]
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def train(model, optimizer, steps=30):
 @pytest.mark.parametrize("name", EVERY)
 def test_every_optimizer_learns(model, name):
     lr = {"galore": 1e-2, "apollo": 1e-2, "adafactor": 0.3, "muon": 1e-2}.get(name, 3e-3)
-    steps = 8 if name == "muon" else 30  # Muon multiplies matrices in bfloat16, for which few CPUs have instructions
+    steps = 8 if name == "muon" else 30
     losses = train(model, build_optimizer(model, OptimizerConfig(name=name, lr=lr, update_interval=5)), steps)
     assert losses[-1] < 0.5 * losses[0]
 
@@ -104,6 +105,7 @@ def test_peers_project_the_same_weights(model, name, rank):
     assert sum(p.numel() for p in rest["params"]) == PARAMETERS - PROJECTED
 
 
+@pytest.mark.slow
 def test_muon_and_adamw_are_one_optimizer(model):
     """Equal to torch's own two, each over its part of the weights, under a schedule of both rates."""
     twin = build_llama(llama_config("1m", vocab_size=VOCAB, max_seq_len=16))

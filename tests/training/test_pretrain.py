@@ -14,8 +14,9 @@ from transformers import LlamaForCausalLM
 from tests.training.runs import PRETRAIN, TINY
 from training.run.optimizers import OPTIMIZERS
 
-EVERY = [pytest.param(name, marks=pytest.mark.slow if name == "adamw8bit" else ()) for name in OPTIMIZERS]
-"""Names of all optimizers; the one that compiles its step takes long."""
+LONG = ("adamw8bit", "muon")
+"""One compiles its step, one multiplies matrices in bfloat16, for which few CPUs have instructions."""
+EVERY = [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in OPTIMIZERS]
 
 EXACT = ["loss", "eval_loss", "lr"]
 """Logged columns that tell whether two runs have the same weights."""
@@ -30,7 +31,7 @@ def pretrain(out, *flags):
 
 @pytest.mark.filterwarnings("ignore:No checkpoints will be saved")
 @pytest.mark.parametrize("optimizer", EVERY)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", pytest.param("autocast", marks=pytest.mark.slow)])
 def test_every_optimizer_and_dtype_runs(tmp_path, optimizer, dtype):
     log = pretrain(tmp_path, "--optimizer", optimizer, "--dtype", dtype, "--update-interval", "3")
     assert list(log.index) == [1, 2, 3, 4, 5, 6]

@@ -170,6 +170,7 @@ def generated(rank: int) -> tuple[Tensor, Tensor, bool]:
     return before, after, placed
 
 
+@pytest.mark.slow
 def test_generates_the_plain_models_text() -> None:
     expected = decoder().eval().generate(ids(0)[:3], max_new_tokens=5, do_sample=False)
     for before, after, placed in run_world(generated, 4):
