@@ -88,9 +88,12 @@ def models():
     return plain, chunked
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("shifted", [False, True])
-def test_a_models_own_loss(shifted):
+def test_a_models_own_loss(shifted, compiled):
     plain, chunked = models()
+    if compiled:
+        chunked.compile(backend="aot_eager")
     ids = torch.randint(VOCABULARY, (2, 12))
     arguments = {"labels": ids, "shift_labels": ids.roll(-1, 1)} if shifted else {"labels": ids}
     expected, actual = plain(input_ids=ids, **arguments).loss, chunked(input_ids=ids, **arguments)
