@@ -291,7 +291,7 @@ class GrassMuon(Optimizer):
         layers = {} if self.attachment is None else self.attachment.layers
         for layer, selection in zip(layers.values(), selections, strict=True):
             check_rows(layer, selection)
-        report_replaced(zip(self.param_groups, parts[0]["param_groups"], strict=False), SELECTING)
+        report_replaced(zip(self.param_groups, parts[0]["param_groups"], strict=False), (*SELECTING, "weight_decay"))
         for part, own in zip(self._parts, parts, strict=True):
             part.load_state_dict(own)
         self._take_options()

@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         table, best = search(trial, start, args.out, args.devices, stop)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print(f"\nStopped; the same command goes on with what {args.out} holds", file=sys.stderr)
+        sys.exit(130)
     print(render(table, best))
     try:
         plot_rates(table, best, args.out / "lr.png")

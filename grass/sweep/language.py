@@ -138,16 +138,17 @@ class LanguageModel:
         if self.dense:
             groups = param_groups(model, self.rank, **options)
             return GrassAdamW(groups, lr=lr, scale=scale, seed=self.seed)
-        compact(model, rank=self.rank, **options)
+        compact(model, rank=self.rank, seed=self.seed, **options)
         return GrassAdamW(model, lr=lr, scale=scale, seed=self.seed)
 
     def lines(self, lr: float, scale: float) -> str:
         """The code that trains with these rates."""
         options = f"rank={float(self.rank)}" + ("" if self.explore is None else f", explore={float(self.explore)}")
-        rates = f"{lr=}, {scale=}"
+        seed = f", seed={self.seed}" if self.seed else ""
+        rates = f"{lr=}, {scale=}{seed}"
         if self.dense:
             return f"optimizer = grass.GrassAdamW(grass.param_groups(model, {options}), {rates})"
-        return f"grass.compact(model, {options})\noptimizer = grass.GrassAdamW(model, {rates})"
+        return f"grass.compact(model, {options}{seed})\noptimizer = grass.GrassAdamW(model, {rates})"
 
     def auto_scale(self) -> float:
         """What ``scale="auto"`` is: ``n / (r + q)``, or 1 without explored columns."""

@@ -131,13 +131,53 @@ def test_its_lines_train(trial) -> None:
         scope = {"grass": grass, "model": model}
         exec(replace(trial, dense=dense).lines(0.004, 0.5), scope)
         group = scope["optimizer"].param_groups[0]
-        assert (group["lr"], group["scale"]) == (0.004, 0.5)
+        assert (group["lr"], group["scale"], group["seed"]) == (0.004, 0.5, 0)
     for every in (replace(trial, explore=1.0), replace(trial, rank=1.0)):
         scope = {"grass": grass, "model": AutoModelForCausalLM.from_config(CONFIG)}
         exec(every.lines(0.004, 0.5), scope)
         layers = [layer for layer in scope["model"].modules() if hasattr(layer, "chosen")]
         assert layers
         assert all(len(layer.chosen) == layer.in_features for layer in layers), "all columns, not one"
+
+
+def test_an_interrupt_says_how_to_go_on(model, text, tmp_path, monkeypatch, capsys) -> None:
+    def interrupted(*args: object, **keywords: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("grass.sweep.__main__.run", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--model", str(model), "--data", str(text), "--scratch", "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 130
+    assert f"the same command goes on with what {tmp_path / 'out'} holds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_seed_decides_the_rows_and_its_lines_have_it(trial, dense) -> None:
+    """The same rows, at first and after a refresh, for the lines as for the trial, and others for another seed."""
+
+    def rows(model, optimizer) -> list[list[int]]:
+        found = []
+        for step in range(3):
+            torch.manual_seed(step)
+            ids = torch.randint(CONFIG.vocab_size, (1, 8))
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append([state["indices"].tolist() for state in optimizer.state.values() if "indices" in state])
+        return found
+
+    found = {}
+    for seed in (0, 3):
+        every = replace(trial, dense=dense, explore=None, seed=seed)
+        scope = {"grass": grass, "model": every.load()}
+        exec(every.lines(0.004, 0.5), scope)
+        model = every.load()
+        optimizer = every.optimizer(model, 0.004, 0.5)
+        for each in (optimizer, scope["optimizer"]):
+            each.param_groups[0]["update_interval"] = 2
+        found[seed] = rows(model, optimizer)
+        assert rows(scope["model"], scope["optimizer"]) == found[seed]
+    assert all(one != other for one, other in zip(found[0], found[3], strict=True))
 
 
 @pytest.mark.parametrize(
