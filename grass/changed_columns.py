@@ -7,6 +7,7 @@ costs nothing afterwards: loading writes the columns into the plain model.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,13 @@ from grass.extras import optional
 
 FORMAT = {"format": "grass.changed_columns", "version": "1"}
 """The metadata of a file."""
-WHOLE, ROWS, COLUMNS, VALUES = "whole", "rows", "columns", "values"
-"""What a tensor of the file is of a tensor of the model: itself, indices, or the values at these. ``"rows:NAME"``."""
+WHOLE, ROWS, COLUMNS, VALUES, KEPT = "whole", "rows", "columns", "values", "kept"
+"""What a tensor of the file is of a tensor of the model: itself, indices, the values at these, or some of the base's,
+which did not change. ``"rows:NAME"``."""
+KEPT_VALUES = 16
+"""How many of the base's values a file has of each matrix, to tell another base by."""
+
+logger = logging.getLogger("grass")
 
 
 @torch.no_grad()
@@ -31,7 +37,7 @@ def save_columns(
 
     Of each matrix whole columns (or rows, where fewer changed) are saved, of every other tensor all of it, if anything
     changed. The comparison is exact, whatever method trained the model. Explored columns change nearly all columns, so
-    train with ``explore=0`` where the file shall be small.
+    train with ``explore=0`` where the file shall be small. A warning says if the file holds the whole model.
 
     Args:
         model: in compact mode or plain, or its whole state dict (of a sharded model).
@@ -60,6 +66,13 @@ def save_columns(
         if parts:
             shares[name] = share
     safetensors.save_file(saved, str(path), metadata=FORMAT)
+    matrices = [share for name, share in shares.items() if state[name].ndim > 1]
+    if matrices and min(matrices) == 1:
+        logger.warning(
+            "Grass: all columns of every matrix that changed are others than the base's, so %s holds these whole: is "
+            "that the base that training began with, and was explore=0?",
+            path,
+        )
     return shares
 
 
@@ -68,7 +81,7 @@ def load_columns(model: nn.Module, path: str | Path) -> list[str]:
     """Write the columns of a file of :func:`save_columns` into a model; the names of the tensors that were changed.
 
     The model is the one that training began with, in compact mode or plain. Nothing is written if anything does not
-    fit.
+    fit. A warning names the tensors whose other columns are not those of the base that the file was made with.
 
     Raises:
         ValueError: the file is none of :func:`save_columns`, or does not fit the model; the message names the tensor.
@@ -85,6 +98,15 @@ def load_columns(model: nn.Module, path: str | Path) -> list[str]:
             parts.setdefault(name, {})[part] = file.get_tensor(key)
     for name, saved in parts.items():
         _check_fits(name, saved, state)
+    if others := [name for name, saved in parts.items() if not _is_of_base(state[name], saved)]:
+        logger.warning(
+            "Grass: %d tensors of the model are not those of the base that %s was made with, so its columns come among "
+            "others than they were trained with: %s%s",
+            len(others),
+            path,
+            ", ".join(others[:3]),
+            ", ..." if len(others) > 3 else "",
+        )
     for name, saved in parts.items():
         _write(state[name], saved)
     return list(parts)
@@ -102,8 +124,28 @@ def _difference(tensor: Tensor, before: Tensor) -> tuple[dict[str, Tensor], floa
     dim, indices = (0, rows) if shares[0] < shares[1] else (1, columns)
     if shares[dim] == 1:
         return {WHOLE: tensor}, 1.0
-    kind = COLUMNS if dim else ROWS
-    return {kind: indices.to(torch.int32), VALUES: tensor.index_select(dim, indices)}, shares[dim]
+    parts = {COLUMNS if dim else ROWS: indices.to(torch.int32), VALUES: tensor.index_select(dim, indices)}
+    return {**parts, KEPT: _kept(tensor, dim, indices)}, shares[dim]
+
+
+def _kept(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """Some values of a matrix in the middle one of the columns, or rows, that are not at ``indices``."""
+    others = torch.ones(tensor.shape[dim], dtype=torch.bool, device=tensor.device)
+    others[indices] = False
+    unchanged = others.nonzero().flatten()
+    line = tensor.select(dim, int(unchanged[len(unchanged) // 2]))
+    return line[:: -(-len(line) // KEPT_VALUES)].clone()
+
+
+def _is_of_base(target: Tensor, saved: Mapping[str, Tensor]) -> bool:
+    """Whether a tensor of the model has the values of the base that did not change, as exactly as its type can."""
+    if KEPT not in saved:
+        return True  # all of it is replaced
+    dim = 1 if COLUMNS in saved else 0
+    expected = saved[KEPT].to(target.device)
+    found = _kept(target, dim, saved[COLUMNS if dim else ROWS].to(target.device, torch.int64))
+    coarsest = max(torch.finfo(each.dtype).eps for each in (found, expected))
+    return torch.allclose(found.float(), expected.float(), rtol=coarsest, atol=0.0, equal_nan=True)
 
 
 def _without_twins(state: Mapping[str, Tensor], base: Mapping[str, Tensor] | _Files) -> dict[str, Tensor]:

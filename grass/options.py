@@ -205,6 +205,9 @@ DEFAULTS: dict[str, Any] = {name: f.default for name, f in DECLARED.items()}
 ROW_KEYS = tuple(name for name, f in DECLARED.items() if f.metadata["decides"] == "rows")
 """Settings that decide rows and the layout of state."""
 
+LASTING_KEYS = tuple(n for n, f in DECLARED.items() if f.metadata["decides"] != "speed" and n not in ("lr", "betas"))
+"""Settings that decide something and that no schedule changes: loading says which of them saved ones replace."""
+
 SPEED_KEYS = tuple(name for name, f in DECLARED.items() if f.metadata["decides"] == "speed")
 """Settings that decide how a step is computed, and those that are not supported."""
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from grass.compact_mode.layer import CompactLayer, Layers
 from grass.compact_mode.refresh_cycle import check_rows, restart, resume, wait_again, waiting
-from grass.options import DECLARED, SPEED_KEYS, Options, is_batch, is_projected, validate
+from grass.options import LASTING_KEYS, Options, is_batch, is_projected, validate
 from grass.parallel.ranks import Ranks
 from grass.parallel.shards import is_sharded, local
 from grass.state.bank import Share
@@ -30,11 +30,6 @@ from grass.state.strata import Strata
 from grass.stepping import step_device
 
 logger = logging.getLogger("grass")
-
-SCHEDULED = ("lr", "betas")
-"""Settings that schedules change, so that saved ones differ from those that an optimizer was built with."""
-LASTING = tuple(name for name in DECLARED if name not in (*SCHEDULED, *SPEED_KEYS))
-"""Settings of which it is said that saved ones replace them."""
 
 
 def completed(state_dict: dict[str, Any], optimizer: Optimizer, layers: Layers, ranks: Ranks) -> dict[str, Any]:
@@ -102,7 +97,7 @@ class Loading:
         for ours, theirs in pairs:
             theirs["shard_bank"] = ours["shard_bank"]  # of these processes, not of those that saved
             validate({**optimizer.defaults, **theirs})
-        report_replaced([(ours, {**optimizer.defaults, **theirs}) for ours, theirs in pairs], LASTING)
+        report_replaced([(ours, {**optimizer.defaults, **theirs}) for ours, theirs in pairs], LASTING_KEYS)
         return {**bare, "param_groups": groups}
 
     def _finish(self, optimizer: Optimizer) -> None:

@@ -40,8 +40,9 @@ def validate_group(group: dict[str, Any], layers: dict[int, CompactLayer]) -> No
         raise ValueError(f"explore={group['explore']!r} takes replacement=False: scaled rows have no complement")
     if group["fused"] and group["foreach"]:
         raise ValueError("`fused` and `foreach` cannot be `True` together: got fused=True, foreach=True")
-    if group["shard_bank"] and group["state_policy"] != "bank":
-        raise ValueError(f"shard_bank=True takes state_policy='bank', got {group['state_policy']!r}")
+    for name, usual in (("shard_bank", False), ("bank_dtype", "float32")):
+        if group[name] != usual and group["state_policy"] != "bank":
+            raise ValueError(f"{name}={group[name]!r} takes state_policy='bank', got {group['state_policy']!r}")
     for tensor in tensors_of(group["params"]):
         if id(tensor) in layers:
             _check_active(layers[id(tensor)], group)

@@ -29,6 +29,8 @@ Every other flag is one of transformers.TrainingArguments: --num-train-epochs 3,
 --gradient-accumulation-steps 4, --gradient-checkpointing, --warmup-steps 100, --resume-from-checkpoint DIR, ...
 By default it saves and evaluates after each epoch and keeps the newest checkpoint; --save-steps 100 and
 --eval-steps 100 do so by steps, and --save-total-limit 3 keeps more. A directory that holds a run is refused.
+SIGTERM or Ctrl-C ends the run with a checkpoint after the current step. A run that goes on from a checkpoint needs its
+method and its data, and has its hyperparameters, whatever --lr, --scale and the like say.
 The run's directory gets the model for from_pretrained (LoRA: the adapters), metrics.csv and eval_results.json.
 """
 
@@ -47,10 +49,12 @@ from grass.command_line import ArgumentParser, ShortErrors
 from grass.memory import state_bytes
 from training.data.docstrings import docstrings, docstrings_of_signatures
 from training.finetune import classification, instructions
+from training.finetune.checkpoints import Checkpoints, check, described
 from training.finetune.run import ADAPTERS, METHODS, DatasetSource, FinetuneTask, make_trainer, write_log
 from training.finetune.tiny import tiny_decoder, tiny_encoder, train_tokenizer
 from training.run.flags import add_optimizer_flags, from_flags, optimizer_from_flags, split_and_path
 from training.run.setup import write_setup
+from training.run.signals import GracefulStop
 
 DEFAULTS = {
     "eval_strategy": "epoch",
@@ -99,10 +103,19 @@ def main(argv: list[str] | None = None) -> None:
             args.rank = ADAPTER_RANK
         optimizer = optimizer_from_flags(args, name)
         task = instruct(args) if args.kind == "instruct" else classify(args)
-        trainer = make_trainer(task, args.method, optimizer, arguments, streams=args.stream)
+        run, stop = described(task.dataset["train"], args.method, args.mode), GracefulStop()
+        if arguments.resume_from_checkpoint:
+            check(arguments.resume_from_checkpoint, run)
+        callbacks = [Checkpoints(run, stop)]
+        trainer = make_trainer(task, args.method, optimizer, arguments, streams=args.stream, callbacks=callbacks)
     except ValueError as error:
         parser.error(str(error))
-    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    with stop:
+        trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    if stop.requested and (step := trainer.state.global_step) < trainer.state.max_steps:
+        flag = f"--resume-from-checkpoint {args.out / f'checkpoint-{step}'}"
+        print(f"Stopped at step {step} of {trainer.state.max_steps}: the same command with {flag} goes on from there")
+        return
     metrics = trainer.evaluate()
     if args.kind == "instruct":
         metrics["eval_perplexity"] = instructions.perplexity(metrics["eval_loss"])

@@ -92,8 +92,10 @@ def test_rows_where_fewer_of_them_changed_and_only_tensors_that_did(tmp_path):
     assert {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "file").items()} == {
         "rows:0.weight": (1,),
         "values:0.weight": (1, 6),
+        "kept:0.weight": (6,),
         "columns:1.weight": (1,),
         "values:1.weight": (6, 1),
+        "kept:1.weight": (6,),
         "whole:1.bias": (6,),
     }
 
@@ -126,6 +128,37 @@ def test_a_model_that_the_file_does_not_fit_stays_as_it_is(tmp_path, target, mes
     with pytest.raises(ValueError, match=message):
         grass.load_columns(target, tmp_path / "file")
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_another_base_is_told_by_what_did_not_change(tmp_path, dtype, dim, caplog):
+    """Whatever the type of the model that gets the columns; a file without such values says nothing."""
+    model, path = tiny(), tmp_path / "columns.safetensors"
+    base = plain_state(model)
+    grass.compact(model, rank=0.125, explore=0, dim=dim)
+    train(model, grass.GrassAdamW(model, lr=1e-2, update_interval=1_000_000))
+    shares = grass.save_columns(model, path, base)
+    grass.load_columns(tiny().to(dtype), path)
+    assert "not those of the base" not in caplog.text
+    grass.load_columns(tiny(seed=1).to(dtype), path)
+    count = sum(share < 1 for share in shares.values())
+    assert f"{count} tensors of the model are not those of the base" in caplog.text
+    caplog.clear()
+    save_file(
+        {k: v for k, v in load_file(path).items() if not k.startswith("kept:")}, path, grass.changed_columns.FORMAT
+    )
+    grass.load_columns(tiny(seed=1), path)
+    assert "not those of the base" not in caplog.text
+
+
+@pytest.mark.parametrize(("explore", "seed", "whole"), [(0, 0, False), (1.0, 0, True), (0, 1, True)])
+def test_a_file_that_holds_the_whole_model_says_so(tmp_path, explore, seed, whole, caplog):
+    model, base = tiny(), plain_state(tiny(seed))
+    grass.compact(model, rank=0.125, explore=explore)
+    train(model, grass.GrassAdamW(model, lr=1e-2, update_interval=1_000_000))
+    grass.save_columns(model, tmp_path / "columns.safetensors", base)
+    assert ("is that the base that training began with" in caplog.text) == whole
 
 
 def test_other_files_are_refused(tmp_path):

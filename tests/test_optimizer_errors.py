@@ -39,6 +39,8 @@ VALUES = {
     "warm-up negative": (dict(warmup_after_refresh=-1), "-1.*0"),
     "unknown decay": (dict(decay="none"), "none.*selected.*all"),
     "bank dtype": (dict(bank_dtype="int8"), "int8.*float32.*bfloat16"),
+    "bank dtype without a bank": (dict(bank_dtype="bfloat16"), "bank_dtype='bfloat16' takes state_policy='bank'"),
+    "shared bank without a bank": (dict(shard_bank=True), "shard_bank=True takes state_policy='bank', got"),
     "moment dtype": (dict(moment_dtype=8), "moment_dtype='8': must be one of 'float32', 'bfloat16', '8bit'"),
     "weight decay infinite": (dict(weight_decay=math.inf), "inf"),
     "lr infinite": (dict(lr=math.inf), "inf"),

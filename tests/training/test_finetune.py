@@ -1,14 +1,16 @@
 """scripts/finetune.py end to end on models made on the spot."""
 
 import json
+import os
 import runpy
+import signal
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
 
 from grass.offload import host_storage
 from training.data.docstrings import docstrings
@@ -120,6 +122,51 @@ def test_resume_is_bit_exact(tmp_path, files, method):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, files, number, monkeypatch, capsys):
+    flags, step = [*files, *METHODS["compact"], "--save-strategy", "no"], Trainer.training_step
+    whole = finetune("classify", tmp_path / "whole", *flags)
+
+    def interrupted(self, *args, **keywords):
+        if self.state.global_step == 3:
+            os.kill(os.getpid(), number)
+        return step(self, *args, **keywords)
+
+    monkeypatch.setattr(Trainer, "training_step", interrupted)
+    with pytest.raises(FileNotFoundError):  # no log yet
+        finetune("classify", tmp_path / "stopped", *flags)
+    monkeypatch.undo()
+    checkpoint = tmp_path / "stopped" / "checkpoint-4"
+    assert (
+        f"Stopped at step 4 of 6: the same command with --resume-from-checkpoint {checkpoint}"
+        in capsys.readouterr().out
+    )
+    resumed = finetune("classify", tmp_path / "stopped", *flags, "--resume-from-checkpoint", str(checkpoint))
+    measures = ["loss", "lr", "grass_turnover", "grass_coverage"]
+    pd.testing.assert_frame_equal(resumed[measures], whole[measures], check_exact=True)
+    first, second = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / name).state_dict()
+        for name in ("whole", "stopped")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, files, capsys):
+    """With another method or other data, encoded otherwise too; settings that change neither are taken."""
+    finetune("classify", tmp_path / "first", *files, *METHODS["adamw"], "--save-steps", "2", steps=2)
+    going_on = ["--resume-from-checkpoint", str(tmp_path / "first" / "checkpoint-2")]
+    for flags, message in (
+        ([*files, *METHODS["compact"]], "a run by adamw, this one is by grass, compact mode"),
+        ([*files[:-1], "0.3", *METHODS["adamw"]], "on other data: 64 examples then, 56 now"),
+        ([*files, *METHODS["adamw"], "--max-length", "16"], "on other data: 64 examples then, 64 now"),
+    ):
+        with pytest.raises(SystemExit):
+            finetune("classify", tmp_path / "second", *flags, *going_on, steps=3)
+        assert message in capsys.readouterr().err
+    changed = ["--per-device-train-batch-size", "8", "--save-strategy", "no", "--lr", "1e-4"]
+    assert len(finetune("classify", tmp_path / "second", *files, *METHODS["adamw"], *changed, *going_on, steps=3)) == 3
+
+
 @pytest.mark.slow
 def test_regression(tmp_path, files):
     finetune("classify", tmp_path, *files, "--label", "length", "--columns", "text", "input")
@@ -180,7 +227,8 @@ def test_streamed_trains_as_checkpointed(tmp_path, files, capsys):
     logs = []
     for flags in (["--gradient-checkpointing"], ["--offload", "--stream"]):
         log = finetune("classify", tmp_path / str(len(flags)), *files, *METHODS["compact"], *flags, steps=4)
-        logs.append(log["loss"].dropna().tolist())
+        logs.append(log[["loss", "grass_turnover", "grass_coverage"]].dropna().values.tolist())
+    assert len(logs[0]) == 4
     assert logs[0] == logs[1]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,14 @@ from training.run.optimizers import OptimizerConfig, warn_of_unread
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
-    from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+    from transformers import (
+        EvalPrediction,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
 ADAPTERS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}, "rslora": {"use_rslora": True}}
 """What ``peft.LoraConfig`` takes for each kind of adapter."""
@@ -105,7 +112,13 @@ class FinetuneTask:
 
 
 def make_trainer(
-    task: FinetuneTask, method: str, optimizer: OptimizerConfig, arguments: TrainingArguments, *, streams: bool = False
+    task: FinetuneTask,
+    method: str,
+    optimizer: OptimizerConfig,
+    arguments: TrainingArguments,
+    *,
+    streams: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> Trainer:
     """A ``transformers.Trainer`` that trains the task by one of :data:`METHODS`; ``streams``: by :func:`grass.stream`.
 
@@ -132,9 +145,9 @@ def make_trainer(
     arguments.adam_beta1, arguments.adam_beta2 = optimizer.betas
     arguments.metric_for_best_model = f"{task.evaluation[0]}_{task.best}" if several else task.best
     arguments.greater_is_better = task.best != "loss"
-    keywords = task.keywords(arguments)
+    keywords = {**task.keywords(arguments), "callbacks": [*callbacks]}
     if method == "grass":
-        from grass.integrations.transformers import GrassFactory, GrassTrainer
+        from grass.integrations.transformers import GrassCallback, GrassFactory, GrassTrainer
 
         mode = "compact" if optimizer.compact else "dense"
         grass = {"mode": mode, "rank": optimizer.rank, "dim": optimizer.grass_dim, **optimizer.grass}
@@ -146,7 +159,9 @@ def make_trainer(
             return GrassTrainer(grass=grass, **keywords)
         built = GrassFactory()(task.model, args=arguments, **grass)  # before Trainer moves the model to the device
         stream(task.model, arguments.device, offload_activations=True, offload=optimizer.host)
-        return Trainer(optimizers=(built, None), **keywords)
+        trainer = Trainer(optimizers=(built, None), **keywords)
+        trainer.add_callback(GrassCallback(trainer))
+        return trainer
     if method in ADAPTERS:
         keywords["model"] = add_adapters(task.model, method, optimizer.rank, classification=task.likeliest is None)
     return Trainer(**keywords)

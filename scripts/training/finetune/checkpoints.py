@@ -1,0 +1,75 @@
+"""Stopping a finetuning run with a checkpoint, and going on from one with the same method and data."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from training.run.processes import Processes
+from training.run.signals import GracefulStop
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FILE = "finetuning.json"
+"""In each checkpoint: :func:`described`."""
+SAMPLE = 1000
+"""At most about so many examples are compared, spread over all."""
+
+
+def described(dataset: Dataset, method: str, mode: str) -> dict[str, Any]:
+    """What a run must have in common with the checkpoint that it goes on from."""
+    crc = 0
+    for number in range(0, len(dataset), max(1, len(dataset) // SAMPLE)):
+        crc = zlib.crc32(json.dumps(dataset[number], sort_keys=True, default=str).encode(), crc)
+    trains = f"{method}, {mode} mode" if method == "grass" else method
+    return {"method": trains, "examples": len(dataset), "crc32": crc}
+
+
+def check(checkpoint: str | Path, run: dict[str, Any]) -> None:
+    """Refuse to go on from a checkpoint with another method or other data.
+
+    Raises:
+        ValueError: the checkpoint says another method, or other encoded examples. One that says neither is taken.
+    """
+    file = Path(checkpoint) / FILE
+    saved = json.loads(file.read_text()) if file.is_file() else run
+    if saved["method"] != run["method"]:
+        raise ValueError(f"{checkpoint} is of a run by {saved['method']}, this one is by {run['method']}")
+    if saved != run:
+        raise ValueError(
+            f"{checkpoint} is of a run on other data: {saved['examples']} examples then, {run['examples']} now, or the "
+            "same number with other tokens. Its place in them means nothing here: begin anew from its model"
+        )
+
+
+class Checkpoints(TrainerCallback):
+    """Says in each checkpoint what made it, and ends the training with one where a signal asks for it.
+
+    Several processes agree to stop at the next logged step.
+
+    Args:
+        run: :func:`described`.
+        stop: entered while the run trains.
+    """
+
+    def __init__(self, run: dict[str, Any], stop: GracefulStop) -> None:
+        self.run, self.stop = run, stop
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """End the training."""
+        processes = Processes(args.process_index, args.world_size, args.device)
+        if processes.size > 1 and not control.should_log:
+            return
+        if processes.any(self.stop.requested):
+            control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Write into the checkpoint."""
+        if state.is_world_process_zero:
+            path = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / FILE
+            path.write_text(json.dumps(self.run))
