@@ -88,14 +88,14 @@ class Setting:
             ("batch_size", 1),
             ("seq_len", 1),
             ("chunk_tokens", 0),
-            ("slack", 0),
             ("sketch_size", 1),
             ("cache", 0),
             ("shards", 1),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"Invalid {name}={getattr(self, name)}: must be >= {least}")
-
+        if not 0 <= self.slack < 1:
+            raise ValueError(f"Invalid slack={self.slack}: must be in [0, 1), a fraction of the peak")
         if self.stream and not (self.offload and self.checkpointing):
             raise ValueError("Invalid stream=True: needs offload and checkpointing, which a streamed model always has")
         if self.active_dtype not in (self.dtype, torch.float32):

@@ -1,6 +1,7 @@
 """What plans promise: 13B on one GPU, and the order of things that any true plan has."""
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -185,7 +186,9 @@ def test_nothing_fits_next_to_nothing():
         ({"batch_size": 0}, "batch_size=0: must be >= 1"),
         ({"seq_len": 0}, "seq_len=0: must be >= 1"),
         ({"chunk_tokens": -1}, "chunk_tokens=-1: must be >= 0"),
-        ({"slack": -0.1}, "slack=-0.1: must be >= 0"),
+        ({"slack": -0.1}, r"slack=-0.1: must be in \[0, 1\), a fraction"),
+        ({"slack": 5.0}, r"slack=5.0: must be in \[0, 1\)"),
+        ({"slack": math.nan}, r"slack=nan: must be in \[0, 1\)"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
