@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.method in ADAPTERS and args.rank is None:
             args.rank = ADAPTER_RANK
         optimizer = optimizer_from_flags(args, name)
-        task = instruct(args) if args.kind == "instruct" else classify(args)
+        task = (instruct if args.kind == "instruct" else classify)(args, arguments)
         run, stop = described(task.dataset["train"], args.method, args.mode), GracefulStop()
         if arguments.resume_from_checkpoint:
             check(arguments.resume_from_checkpoint, run)
@@ -112,14 +112,17 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(str(error))
     with stop:
         trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
-    if stop.requested and (step := trainer.state.global_step) < trainer.state.max_steps:
-        flag = f"--resume-from-checkpoint {args.out / f'checkpoint-{step}'}"
-        print(f"Stopped at step {step} of {trainer.state.max_steps}: the same command with {flag} goes on from there")
+    if stop.requested and (step := trainer.state.global_step) < (steps := trainer.state.max_steps):
+        if trainer.is_world_process_zero():
+            flag = f"--resume-from-checkpoint {args.out / f'checkpoint-{step}'}"
+            print(f"Stopped at step {step} of {steps}: the same command with {flag} goes on from there")
         return
     metrics = trainer.evaluate()
     if args.kind == "instruct":
         metrics["eval_perplexity"] = instructions.perplexity(metrics["eval_loss"])
     trainer.save_model(args.out)
+    if not trainer.is_world_process_zero():
+        return
     trainer.save_metrics("eval", metrics)
     write_log(trainer.state.log_history, args.out / "metrics.csv")
     known = {"method": args.method, "rank": optimizer.rank} if args.method in ADAPTERS else {}
@@ -182,32 +185,36 @@ def check_read(args: argparse.Namespace, parser: ArgumentParser) -> None:
         raise ValueError(f"--{name.replace('_', '-')} does nothing with {args.kind} {data}")
 
 
-def classify(args: argparse.Namespace) -> FinetuneTask:
+def classify(args: argparse.Namespace, arguments: TrainingArguments) -> FinetuneTask:
     """The classification task that the flags describe."""
     if args.dataset is None:
         task, dataset = classification.load_task(args.task)
     else:
         task, dataset = classification.own_task(dataset_source(args), args.columns, args.label)
     names = classification.class_names(dataset, task.label) or ["score"]
-    path = pretrained(args, partial(tiny_encoder, num_labels=len(names)))
+    path = pretrained(args, arguments, partial(tiny_encoder, num_labels=len(names)))
     return classification.finetune_task(path, task, dataset, max_length=args.max_length, dtype=args.dtype)
 
 
-def instruct(args: argparse.Namespace) -> FinetuneTask:
+def instruct(args: argparse.Namespace, arguments: TrainingArguments) -> FinetuneTask:
     """The instruction task that the flags describe."""
     dataset = docstrings_of_signatures() if args.dataset is None else dataset_source(args).load()
-    path = pretrained(args, tiny_decoder)
+    path = pretrained(args, arguments, tiny_decoder)
     return instructions.finetune_task(path, dataset, max_length=args.max_length, packed=args.packed, dtype=args.dtype)
 
 
-def pretrained(args: argparse.Namespace, make_tiny: Callable[..., PreTrainedModel]) -> str:
-    """What to load model and tokenizer from: ``--model``, or the run's own base model made on the spot."""
+def pretrained(
+    args: argparse.Namespace, arguments: TrainingArguments, make_tiny: Callable[..., PreTrainedModel]
+) -> str:
+    """What to load model and tokenizer from: ``--model``, or the run's own base model made by its first process."""
     if args.model != "tiny":
         return str(args.model)
     path = str(args.out / "base")
-    tokenizer = train_tokenizer(item.text for item in docstrings())
-    tokenizer.save_pretrained(path)
-    make_tiny(tokenizer, max_length=args.max_length, seed=args.seed).save_pretrained(path)
+    with arguments.main_process_first(local=False):
+        if arguments.process_index == 0:
+            tokenizer = train_tokenizer(item.text for item in docstrings())
+            tokenizer.save_pretrained(path)
+            make_tiny(tokenizer, max_length=args.max_length, seed=args.seed).save_pretrained(path)
     return path
 
 

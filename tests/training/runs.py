@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import multiprocessing
 import os
 import runpy
@@ -122,3 +123,11 @@ def _pretrain(arguments: Sequence[str], spoil: Callable[[], None] | None) -> Non
         spoil()
     sys.argv = [str(PRETRAIN), *arguments]
     runpy.run_path(str(PRETRAIN), run_name="__main__")
+
+
+def without_dropout(base: Path) -> Path:
+    """A saved model, from now on without dropout: then batches may be divided in several ways."""
+    file = base / "config.json"
+    names = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **dict.fromkeys(names, 0.0)}))
+    return base

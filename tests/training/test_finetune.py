@@ -13,6 +13,7 @@ from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassificatio
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
 
 from grass.offload import host_storage
+from tests.training.runs import without_dropout
 from training.data.docstrings import docstrings
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -165,6 +166,21 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, files, capsys):
         assert message in capsys.readouterr().err
     changed = ["--per-device-train-batch-size", "8", "--save-strategy", "no", "--lr", "1e-4"]
     assert len(finetune("classify", tmp_path / "second", *files, *METHODS["adamw"], *changed, *going_on, steps=3)) == 3
+
+
+@pytest.mark.parametrize("kind", ["classify", "instruct"])
+def test_accumulated_batches_train_as_one(tmp_path, files, kind):
+    """Losses that are means over examples, and those that are sums over tokens."""
+    flags = [*files, *METHODS["adamw"], "--save-strategy", "no", "--lr", "1e-4", "--max-length", "64"]
+    finetune(kind, tmp_path, *flags, steps=1)
+    logs = []
+    for size, accumulated in (("8", "1"), ("4", "2")):
+        batch = ["--per-device-train-batch-size", size, "--gradient-accumulation-steps", accumulated]
+        model = ["--model", str(without_dropout(tmp_path / "base"))]
+        logs.append(finetune(kind, tmp_path / size, *flags, *model, *batch, steps=3))
+    one, two = (log[["loss", "grad_norm"]].dropna() for log in logs)
+    assert len(one) == 3
+    pd.testing.assert_frame_equal(one, two, rtol=1e-4)  # float32, sums in another order
 
 
 @pytest.mark.slow

@@ -127,6 +127,7 @@ def finetune_task(
     names = class_names(dataset, task.label) or ["score"]
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(names), dtype=dtype)
+    model.accepts_loss_kwargs = False  # a mean over examples, which Trainer else takes for a share of the whole batch's
     model.config.id2label = dict(enumerate(names))
     model.config.label2id = {name: index for index, name in enumerate(names)}
     return FinetuneTask(
