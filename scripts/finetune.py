@@ -106,14 +106,15 @@ def main(argv: list[str] | None = None) -> None:
         run, stop = described(task.dataset["train"], args.method, args.mode), GracefulStop()
         if arguments.resume_from_checkpoint:
             check(arguments.resume_from_checkpoint, run)
-        callbacks = [Checkpoints(run, stop)]
-        trainer = make_trainer(task, args.method, optimizer, arguments, streams=args.stream, callbacks=callbacks)
+        checkpoints = Checkpoints(run, stop)
+        trainer = make_trainer(task, args.method, optimizer, arguments, streams=args.stream, callbacks=[checkpoints])
     except ValueError as error:
         parser.error(str(error))
     with stop:
         trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
-    if stop.requested and (step := trainer.state.global_step) < (steps := trainer.state.max_steps):
+    if checkpoints.stopped:
         if trainer.is_world_process_zero():
+            step, steps = trainer.state.global_step, trainer.state.max_steps
             flag = f"--resume-from-checkpoint {args.out / f'checkpoint-{step}'}"
             print(f"Stopped at step {step} of {steps}: the same command with {flag} goes on from there")
         return

@@ -55,10 +55,13 @@ class Checkpoints(TrainerCallback):
     Args:
         run: :func:`described`.
         stop: entered while the run trains.
+
+    Attributes:
+        stopped: whether a signal has ended the training, on whichever process it came.
     """
 
     def __init__(self, run: dict[str, Any], stop: GracefulStop) -> None:
-        self.run, self.stop = run, stop
+        self.run, self.stop, self.stopped = run, stop, False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """End the training."""
@@ -66,6 +69,7 @@ class Checkpoints(TrainerCallback):
         if processes.size > 1 and not control.should_log:
             return
         if processes.any(self.stop.requested):
+            self.stopped = state.global_step < state.max_steps
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
