@@ -103,7 +103,7 @@ REFRESHES = [
     pytest.param(llama("60m", 3), {"rank": 64, "checkpointing": False}, id="60m-all-saved"),
     pytest.param(llama("60m", 3), {"rank": 64, "dim": 0, **WHOLE}, id="60m-dim0-whole"),
     pytest.param(llama("13b", 4), {}, id="13b-wide", marks=SLOW),
-    pytest.param(llama("13b"), {}, id="13b-full", marks=SLOW),
+    pytest.param(llama("13b"), {}, id="13b-full", marks=SOAK),
 ]
 
 
