@@ -66,7 +66,7 @@ def save_columns(
         if parts:
             shares[name] = share
     safetensors.save_file(saved, str(path), metadata=FORMAT)
-    matrices = [share for name, share in shares.items() if state[name].ndim > 1]
+    matrices = [share for name, share in shares.items() if state[name].ndim == 2]
     if matrices and min(matrices) == 1:
         logger.warning(
             "Grass: all columns of every matrix that changed are others than the base's, so %s holds these whole: is "
@@ -141,9 +141,7 @@ def _is_of_base(target: Tensor, saved: Mapping[str, Tensor]) -> bool:
     """Whether a tensor of the model has the values of the base that did not change, as exactly as its type can."""
     if KEPT not in saved:
         return True  # all of it is replaced
-    dim = 1 if COLUMNS in saved else 0
-    expected = saved[KEPT].to(target.device)
-    found = _kept(target, dim, saved[COLUMNS if dim else ROWS].to(target.device, torch.int64))
+    expected, found = saved[KEPT].to(target.device), _kept(target, *_indices(saved, target.device))
     coarsest = max(torch.finfo(each.dtype).eps for each in (found, expected))
     return torch.allclose(found.float(), expected.float(), rtol=coarsest, atol=0.0, equal_nan=True)
 
@@ -192,12 +190,17 @@ def _check_fits(name: str, saved: Mapping[str, Tensor], state: Mapping[str, Tens
         raise ValueError(f"{name} is {tuple(target.shape)}, which {tuple(values.shape)} of the file do not fit")
 
 
+def _indices(saved: Mapping[str, Tensor], device: torch.device) -> tuple[int, Tensor]:
+    """The dimension along which some of a matrix is saved, and which of its rows or columns."""
+    dim = 1 if COLUMNS in saved else 0
+    return dim, saved[COLUMNS if dim else ROWS].to(device, torch.int64)
+
+
 def _write(target: Tensor, saved: Mapping[str, Tensor]) -> None:
     if WHOLE in saved:
         target.copy_(saved[WHOLE])
         return
-    dim = 1 if COLUMNS in saved else 0
-    indices = saved[COLUMNS if dim else ROWS].to(target.device, torch.int64)
+    dim, indices = _indices(saved, target.device)
     target.index_copy_(dim, indices, saved[VALUES].to(target.device, target.dtype))
 
 

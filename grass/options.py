@@ -205,14 +205,14 @@ DEFAULTS: dict[str, Any] = {name: f.default for name, f in DECLARED.items()}
 ROW_KEYS = tuple(name for name, f in DECLARED.items() if f.metadata["decides"] == "rows")
 """Settings that decide rows and the layout of state."""
 
-LASTING_KEYS = tuple(n for n, f in DECLARED.items() if f.metadata["decides"] != "speed" and n not in ("lr", "betas"))
-"""Settings that decide something and that no schedule changes: loading says which of them saved ones replace."""
-
 SPEED_KEYS = tuple(name for name, f in DECLARED.items() if f.metadata["decides"] == "speed")
 """Settings that decide how a step is computed, and those that are not supported."""
 
 SHARED_KEYS = tuple(name for name in DECLARED if name not in SPEED_KEYS)
 """Settings that the processes of a distributed run must agree on: those that decide what a step does."""
+
+LASTING_KEYS = tuple(name for name in SHARED_KEYS if name not in ("lr", "betas"))
+"""Of these, the settings that no schedule changes: loading says which of them saved ones replace."""
 
 PAPER = {
     "selection": "top_r",

@@ -175,6 +175,9 @@ def dying(rank: int) -> None:
         train_jointly(ddp, optimizer, [batch])
 
 
+OTHER_ROWS = "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks"
+
+
 @pytest.mark.parametrize(
     ("body", "size", "message"),
     [
@@ -183,11 +186,11 @@ def dying(rank: int) -> None:
         (other_rank, 4, "ValueError: The ranks differ in rank of group 0: 3 on ranks [0, 2, 3]; 4 on ranks [1]"),
         (other_rank_compact, 2, "params"),
         (other_age, 2, "ValueError: The ranks differ in the age of"),
-        (other_rows, 4, "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks"),
+        (other_rows, 4, OTHER_ROWS),
         pytest.param(
             other_rows_sharded_bank,
             4,
-            "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks",
+            OTHER_ROWS,
             marks=pytest.mark.slow,
         ),
         (other_layout_of_bank, 2, "ValueError: The ranks differ in shard_bank of group 0: False on ranks [0]; True on"),
@@ -197,7 +200,7 @@ def dying(rank: int) -> None:
         pytest.param(
             other_rows_dense,
             4,
-            "RuntimeError: Ranks [2] have selected other rows than the 3 other ranks",
+            OTHER_ROWS,
             marks=pytest.mark.slow,
         ),
     ],

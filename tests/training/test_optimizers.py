@@ -7,17 +7,14 @@ import torch
 from grass import GrassAdamW
 from grass.memory import state_bytes
 from grass.memory.llama import llama_config
+from tests.training.every_optimizer import EVERY
 from training.run.metrics import gradient_bytes
 from training.run.models import build_llama
-from training.run.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer
+from training.run.optimizers import OptimizerConfig, build_optimizer
 
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 128, 352, 4, 257
 PROJECTED = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE)
 PARAMETERS = PROJECTED + 2 * VOCAB * HIDDEN + (2 * LAYERS + 1) * HIDDEN
-
-LONG = ("adamw8bit", "muon")
-"""One compiles its step, one multiplies matrices in bfloat16, for which few CPUs have instructions."""
-EVERY = [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in OPTIMIZERS]
 
 
 @pytest.fixture

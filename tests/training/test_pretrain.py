@@ -11,12 +11,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import LlamaForCausalLM
 
+from tests.training.every_optimizer import EVERY
 from tests.training.runs import PRETRAIN, TINY
-from training.run.optimizers import OPTIMIZERS
-
-LONG = ("adamw8bit", "muon")
-"""One compiles its step, one multiplies matrices in bfloat16, for which few CPUs have instructions."""
-EVERY = [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in OPTIMIZERS]
 
 EXACT = ["loss", "eval_loss", "lr"]
 """Logged columns that tell whether two runs have the same weights."""

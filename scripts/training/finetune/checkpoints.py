@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FILE = "finetuning.json"
-"""In each checkpoint: :func:`described`."""
+"""The file of each checkpoint with what :func:`described` says of its run."""
 SAMPLE = 1000
-"""At most about so many examples are compared, spread over all."""
+"""At most so many examples are compared, spread over all."""
 
 
 def described(dataset: Dataset, method: str, mode: str) -> dict[str, Any]:
     """What a run must have in common with the checkpoint that it goes on from."""
     crc = 0
-    for number in range(0, len(dataset), max(1, len(dataset) // SAMPLE)):
+    for number in range(0, len(dataset), len(dataset) // SAMPLE + 1):
         crc = zlib.crc32(json.dumps(dataset[number], sort_keys=True, default=str).encode(), crc)
     trains = f"{method}, {mode} mode" if method == "grass" else method
     return {"method": trains, "examples": len(dataset), "crc32": crc}
