@@ -161,6 +161,14 @@ def test_a_file_that_holds_the_whole_model_says_so(tmp_path, explore, seed, whol
     assert ("is that the base that training began with" in caplog.text) == whole
 
 
+def test_tensors_that_are_always_saved_whole_are_not_warned_of(tmp_path, caplog):
+    model = nn.Conv1d(4, 4, 3)
+    base = plain_state(model)
+    nn.init.ones_(model.weight)
+    assert grass.save_columns(model, tmp_path / "file", base) == {"weight": 1.0}
+    assert not caplog.text
+
+
 def test_other_files_are_refused(tmp_path):
     save_file({"0.weight": torch.ones(4, 4)}, tmp_path / "file")
     with pytest.raises(ValueError, match="is not a file of changed columns"):
