@@ -52,9 +52,9 @@ class AtBest(NamedTuple):
 
 
 def by_method(cells: list[Row]) -> dict[str, AtBest]:
-    """Cells of the widest model by what they train with, the method with the lowest loss first."""
+    """Cells of the widest model by what they train with, the method with the lowest loss first; none of float32."""
     found: dict[str, dict[tuple[float, float], list[Row]]] = {}
-    for row in cells:
+    for row in filter(computes_in_bf16, cells):
         values = settings_of(row)
         rates = found.setdefault(method_of_the_widest(row), {})
         rates.setdefault((float(values["lr"]), linear_rate(values)), []).append(row)
@@ -99,6 +99,12 @@ def _peak_and_time(row: Row) -> list[str]:
 
 def _of_first_seed(rows: list[Row]) -> float:
     return next((float(row["loss_100"]) for row in rows if row["seed"] == "0"), math.inf)
+
+
+def computes_in_bf16(row: Row) -> bool:
+    """Whether a cell's matrix products are in bfloat16."""
+    values = settings_of(row)
+    return values.get("autocast") != "False" or "bf16_weights" in values
 
 
 def method_of_the_widest(row: Row) -> str:

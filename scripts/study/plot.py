@@ -5,12 +5,13 @@
 ``quality_lr.png`` has the sweeps, ``quality_curves.png`` the curves at the full horizon, ``quality_wide.png`` those of
 the widest model. The left half of a picture of curves is at equal tokens. In its right half every method's tokens take
 the time that `speed.csv`, or for the widest model `speed_wide.csv`, says. ``quality_frontier.png`` has the widest
-model's losses in the long runs of a GPU, against memory (`tracked_memory.csv`).
+model's losses against memory (`tracked_memory.csv`): above those of short runs on a CPU, below of long ones on a GPU.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -35,19 +36,21 @@ SWEEP, FINAL, WIDE = "learning rate", "final", ("width", "widest")
 WIDEST, ITS_RANK, ITS_STEPS = "28m-wide", 0.0625, "270"
 """The widest model, the rank of the compact mode that is drawn, and the horizon."""
 LONG_STEPS = "2150"
-"""The horizon of the frontier."""
+"""The horizon of the frontier's lower half; the upper one has ``ITS_STEPS``."""
 FRONTIER = {
     "AdamW": "AdamW",
     "8-bit AdamW": "8-bit AdamW",
     "GaLore": "GaLore",
     "APOLLO": "APOLLO",
+    "Fira": "Fira",
     "Muon": "Muon",
+    "Grass dense": "Grass, dense",
     "Muon compact, r = q = 1/4 n": "Muon, n/4",
-    **{f"Grass compact, r = q = 1/{part} n": f"Grass, n/{part}" for part in (4, 8, 16)},
+    **{f"Grass compact, r = q = 1/{part} n": f"Grass, n/{part}" for part in (4, 8, 16, 32)},
     "Grass compact, r = 1/8 n, q = 1/32 n, bf16, 8-bit moments": "Grass, recipe",
 }
 """The methods that it shows, and their labels; AdamW has one rate."""
-MARKERS = "osD^v"
+MARKERS = "osD^vP*"
 """Markers of its methods, in one color for those with compact gradients and one for the others."""
 TICKS = ((20, 50, 100, 200, 400), (400, 500, 600, 700, 800))
 """Megabytes that its axes name."""
@@ -72,7 +75,8 @@ def main(argv: list[str] | None = None) -> None:
         plot_curves(best_of_the_widest(cells, timed), timed, args.out / "quality_wide.png")
     gpu = directory.parent / "gpu" / "cells.csv"
     if gpu.exists():
-        plot_frontier(read_cells(gpu), pd.read_csv(directory / "tracked_memory.csv"), args.out / "quality_frontier.png")
+        cells = {ITS_STEPS: rows, LONG_STEPS: read_cells(gpu)}
+        plot_frontier(cells, pd.read_csv(directory / "tracked_memory.csv"), args.out / "quality_frontier.png")
 
 
 def best_of_the_widest(cells: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame:
@@ -85,29 +89,38 @@ def best_of_the_widest(cells: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame
     return cells[cells["settings"].isin({settings for _, settings in means.groupby("method").idxmin()})]
 
 
-def plot_frontier(cells: pd.DataFrame, tracked: pd.DataFrame, path: Path) -> None:
+def plot_frontier(cells: Mapping[str, pd.DataFrame], tracked: pd.DataFrame, path: Path) -> None:
     """Loss against gradients and optimizer state, and against the tracked peak of a step with weights and activations.
 
-    A point is the mean of the seeds, its bar the lowest and the highest of them.
+    ``cells`` are by the horizon; each has a row of panels. A point is the mean of the seeds, its bar the lowest and the
+    highest of them.
     """
     from matplotlib import pyplot as plt
 
-    long = cells[(cells["model"] == WIDEST) & (cells["steps"] == LONG_STEPS)].astype(str)
-    methods = by_method(long.to_dict("records"))
     peaks = tracked[tracked["task"] == "pretrain"].set_index("method")["peak_mb"]
-    figure, panels = plt.subplots(1, 2, figsize=(13, 4.5), sharey=True, layout="constrained")
-    for method in filter(methods.__contains__, FRONTIER):
-        _draw_point(panels[0], method, methods[method].megabytes, methods[method])
-        if method in peaks:
-            _draw_point(panels[1], method, peaks[method], methods[method])
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
-    panels[0].set_ylabel("held-out loss, nats per byte")
+    figure, panels = plt.subplots(
+        len(cells), 2, figsize=(13, 4.5 * len(cells)), sharex="col", sharey="row", layout="constrained", squeeze=False
+    )
+    for (steps, of), row in zip(cells.items(), panels, strict=True):
+        of_the_widest = of[(of["model"] == WIDEST) & (of["steps"] == steps)]
+        methods = by_method(of_the_widest.astype(str).to_dict("records"))
+        for method in filter(methods.__contains__, FRONTIER):
+            _draw_point(row[0], method, methods[method].megabytes, methods[method])
+            if method in peaks:
+                _draw_point(row[1], method, peaks[method], methods[method])
+        row[0].set_ylabel(f"held-out loss after {int(steps):,} steps, nats per byte")
+    shown = {
+        label: point for axes in panels[:, 0] for point, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    named = [label for label in FRONTIER.values() if label in shown]
+    figure.legend([shown[label] for label in named], named, loc="outside right center")
     labels = ("gradients and optimizer state, MB", "all memory of a step, MB")
-    for axes, label, ticks in zip(panels, labels, TICKS, strict=True):
+    for axes, label, ticks in zip(panels[-1], labels, TICKS, strict=True):
         axes.set(xscale="log", xlabel=label)
         axes.set_xticks(ticks, ticks)
         axes.minorticks_off()
         axes.set_xlim(ticks[0] * 0.8, ticks[-1] * 1.2)
+    for axes in panels.flat:
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 

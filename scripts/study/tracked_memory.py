@@ -4,8 +4,8 @@
 
 ``peak_mb`` is what torch's memory tracker counts at the largest moment of a step that is no refresh: weights,
 gradients, optimizer state and activations of a full batch, in megabytes. Finetuning is the study of adapters, in
-float32. The frontier's are the long runs of the widest model, under bf16 autocast, on tensors without contents where
-the method can step on them.
+float32. The frontier's are the runs of the widest model, under bf16 autocast, on tensors without contents where the
+method can step on them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from base import BASE, ensure_base
 from finetuning import finetune_task, trained_model
 from grid import FINETUNING, Cell, Grid, load_grid
-from plot import FRONTIER, LONG_STEPS, WIDEST
+from plot import FRONTIER, ITS_STEPS, LONG_STEPS, WIDEST
 from results import Results
 from run import DIRECTORY
 from torch.compiler import set_stance
@@ -31,7 +31,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 from memory_tracking import fake_tensors, make_state, tracked_step
 from page_tables.finetuning import STUDY, method
-from page_tables.methods import method_of_the_widest
+from page_tables.methods import computes_in_bf16, method_of_the_widest
+from page_tables.study import method_name
 from provenance import write
 from tracked_methods import prepare
 
@@ -45,8 +46,8 @@ from training.run.optimizers import build_optimizer
 COMPILED = "adamw8bit"
 """An optimizer whose step has temporaries only where it is not compiled: it is not tracked."""
 
-READS_CONTENTS = "apollo"
-"""An optimizer that cannot step on tensors without contents: it computes."""
+READS_CONTENTS = frozenset({"APOLLO", "Fira", "Grass dense"})
+"""Methods that cannot step on tensors without contents: they compute."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -58,8 +59,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     ensure_base(args.base, autocast=False)
-    finetuning, frontier = (_grid(directory) for directory in (args.directory, args.gpu))
-    rows = [*_finetuning_rows(finetuning, args.base), *_frontier_rows(frontier)]
+    here, gpu = (_grid(directory) for directory in (args.directory, args.gpu))
+    rows = [*_finetuning_rows(here, args.base), *_frontier_rows(here, gpu)]
     write(pd.DataFrame(rows), args.out)
 
 
@@ -73,11 +74,17 @@ def _finetuning_rows(grid: Grid, base: Path) -> Iterator[dict[str, str]]:
         yield {"task": task, "method": name, "peak_mb": f"{peak_of_finetuning(cell, base) / 1e6:.1f}"}
 
 
-def _frontier_rows(grid: Grid) -> Iterator[dict[str, str]]:
-    long = [cell for cell in grid.cells if (cell.model, str(cell.steps)) == (WIDEST, LONG_STEPS)]
-    cells = {method_of_the_widest({"optimizer": cell.optimizer.name, "settings": cell.settings}): cell for cell in long}
+def _frontier_rows(here: Grid, gpu: Grid) -> Iterator[dict[str, str]]:
+    cells = {**_of_the_widest(here, ITS_STEPS), **_of_the_widest(gpu, LONG_STEPS)}
     for name in FRONTIER:
-        yield {"task": "pretrain", "method": name, "peak_mb": f"{peak_of_pretraining(cells[name], grid) / 1e6:.1f}"}
+        yield {"task": "pretrain", "method": name, "peak_mb": f"{peak_of_pretraining(cells[name], here) / 1e6:.1f}"}
+
+
+def _of_the_widest(grid: Grid, steps: str) -> dict[str, Cell]:
+    """A cell of each method that trained the widest model for so long, with matrix products in bfloat16."""
+    found = [cell for cell in grid.cells if (cell.model, str(cell.steps)) == (WIDEST, steps)]
+    rows = ((cell, {"optimizer": cell.optimizer.name, "settings": cell.settings}) for cell in found)
+    return {method_of_the_widest(row): cell for cell, row in rows if computes_in_bf16(row)}
 
 
 def peak_of_finetuning(cell: Cell, base: Path) -> int:
@@ -100,7 +107,7 @@ def peak_of_finetuning(cell: Cell, base: Path) -> int:
 def peak_of_pretraining(cell: Cell, grid: Grid) -> int:
     """Bytes for a pretraining cell; tensors have no contents, but for :data:`READS_CONTENTS`."""
     prepare("8-bit AdamW")
-    real = cell.optimizer.name == READS_CONTENTS
+    real = method_name(cell.optimizer.name, cell.settings) in READS_CONTENTS
     config = llama_config(cell.model, vocab_size=_vocabulary(grid.data), max_seq_len=grid.data.seq_len)
     dtype = torch.bfloat16 if cell.bf16_weights else torch.float32
     with nullcontext() if real else fake_tensors(), set_stance("force_eager"):

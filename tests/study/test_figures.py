@@ -98,14 +98,21 @@ def test_the_frontier_has_each_method_at_its_best_rate(tmp_path):
         ("2150", "0", "grass", f"lr=0.003 {settings.format(0.5)}", 1.4),
         ("2150", "0", "grass", f"lr=0.012 {settings.format(0.5)}", 1.3),
         ("540", "0", "grass", f"lr=0.012 {settings.format(1.0)}", 1.2),
-        ("2150", "0", "fira", "lr=0.003", 1.1),
+        ("2150", "0", "prodigy", "lr=0.003", 1.1),
+        ("270", "0", "adamw", "lr=0.001", 1.8),
+        ("270", "0", "adamw", "lr=0.002 autocast=False", 1.7),
+        ("270", "0", "fira", "lr=0.003", 1.9),
     ]
     cells = pd.DataFrame(runs, columns=["steps", "seed", "optimizer", "settings", CURVE[-1]]).assign(model="28m-wide")
     cells = cells.assign(state_bytes=2_000_000, gradient_bytes=1_000_000)
     tracked = pd.DataFrame([("pretrain", "AdamW", 700.0), ("facts", "Grass compact, r = q = 1/8 n", 9.0)])
-    plot.plot_frontier(cells, tracked.set_axis(["task", "method", "peak_mb"], axis=1), tmp_path / "frontier.png")
+    tracked = tracked.set_axis(["task", "method", "peak_mb"], axis=1)
+    plot.plot_frontier({"270": cells, "2150": cells}, tracked, tmp_path / "frontier.png")
     assert plt.imread(tmp_path / "frontier.png").size
-    held, whole = ({bar.get_label(): bar[0].get_xydata()[0].tolist() for bar in a.containers} for a in plt.gcf().axes)
+    panels = [{bar.get_label(): bar[0].get_xydata()[0].tolist() for bar in a.containers} for a in plt.gcf().axes]
+    short, tracked_short, held, whole = panels
+    assert short == {"AdamW": [3.0, pytest.approx(1.8)], "Fira": [3.0, 1.9]}, "float32 is another comparison"
+    assert tracked_short == {"AdamW": [700.0, pytest.approx(1.8)]}
     assert held == {"AdamW": [3.0, pytest.approx(1.6)], "Grass, n/8": [3.0, 1.3]}
     assert whole == {"AdamW": [700.0, pytest.approx(1.6)]}, "where it was tracked"
     plt.close("all")
