@@ -26,7 +26,7 @@ from provenance import write
 
 from training.run.throughput import peak_memory
 
-COMPACT_RANKS = [0.25, 0.125, 0.0625, 0.03125]
+COMPACT_RANKS = [0.25, 0.125, 0.0625, 0.03125, 0.015625]
 """Compact mode is measured with each; the others with the first, of which the losses are."""
 SMALL = "1m"
 STEPS = 2
