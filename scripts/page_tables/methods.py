@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from statistics import fmean
 from typing import NamedTuple
 
-from page_tables.law import linear_rate, plain
+from page_tables.law import linear_rate, mean_and_each, plain
 from page_tables.markdown import table
 from page_tables.source import Row, read, select, settings_of
 from page_tables.study import method_name
@@ -46,13 +47,18 @@ class AtBest(NamedTuple):
     rows: list[Row]
 
     @property
+    def losses(self) -> list[float]:
+        """Held out, at the end of each seed's run."""
+        return [float(row["loss_100"]) for row in self.rows]
+
+    @property
     def megabytes(self) -> float:
         """Gradients and optimizer state."""
         return (int(self.rows[0]["state_bytes"]) + int(self.rows[0]["gradient_bytes"])) / 1e6
 
 
 def by_method(cells: list[Row]) -> dict[str, AtBest]:
-    """Cells of the widest model by what they train with, the method with the lowest loss first; none of float32."""
+    """Cells of the widest model by what they train with, the lowest mean of their losses first; none of float32."""
     found: dict[str, dict[tuple[float, float], list[Row]]] = {}
     for row in filter(computes_in_bf16, cells):
         values = settings_of(row)
@@ -62,7 +68,7 @@ def by_method(cells: list[Row]) -> dict[str, AtBest]:
     for method, rates in found.items():
         best = min(rates, key=lambda both: _of_first_seed(rates[both]))
         methods[method] = AtBest(rates, best, sorted(rates[best], key=lambda row: int(row["seed"])))
-    return dict(sorted(methods.items(), key=lambda item: _of_first_seed(item[1].rows)))
+    return dict(sorted(methods.items(), key=lambda item: fmean(item[1].losses)))
 
 
 def _lines_of_methods(cells: list[Row]) -> Iterator[tuple[list[str], Row]]:
@@ -73,7 +79,7 @@ def _lines_of_methods(cells: list[Row]) -> Iterator[tuple[list[str], Row]]:
         worse = sorted({lr for lr, _ in of.rates} - {other}) if not one else []
         line = [
             method,
-            " ".join(f"{float(row['loss_100']):.3f}" for row in of.rows),
+            mean_and_each(of.losses),
             ", ".join(plain(rate) for rate in sorted(rate for lr, rate in of.rates if one or lr == other)),
             plain(best),
             plain(other) + (f" ({', '.join(map(plain, worse))})" if worse else ""),

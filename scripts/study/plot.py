@@ -126,8 +126,7 @@ def plot_frontier(cells: Mapping[str, pd.DataFrame], tracked: pd.DataFrame, path
 
 
 def _draw_point(axes: Axes, method: str, megabytes: float, of: AtBest) -> None:
-    losses = [float(row[CURVE[-1]]) for row in of.rows]
-    mean = fmean(losses)
+    losses, mean = of.losses, fmean(of.losses)
     kin = [other for other in FRONTIER if ("compact" in other) == ("compact" in method)]
     axes.errorbar(
         megabytes,
