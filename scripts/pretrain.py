@@ -206,7 +206,7 @@ def add_training_flags(add: Any) -> None:
     add(
         "--warmup",
         type=int,
-        help="steps of warm-up, before a cosine to --final-lr; default: a tenth of the run, up to 100",
+        help="steps of warm-up, before a cosine to --final-lr; default: a tenth of the run as it began, up to 100",
     )
     add(
         "--final-lr",

@@ -112,13 +112,13 @@ class Setting:
 
     def _check_shards(self) -> None:
         """Raise ``ValueError`` for what FSDP2 does not take, or what has no plan there."""
-        for name, allowed in (
-            ("active_dtype", self.dtype),
-            ("offload", False),
-            ("moment_dtype", "float32" if self.moment_dtype == "8bit" else self.moment_dtype),
-            ("selection", "uniform" if self.gathers_sketch else self.selection),
+        for name, taken, allowed in (
+            ("active_dtype", self.active_dtype == self.dtype, self.dtype),
+            ("offload", not self.offload, "False"),
+            ("moment_dtype", self.moment_dtype != "8bit", "float32 or bfloat16"),
+            ("selection", not self.gathers_sketch, "a rule that reads no norms, such as uniform,"),
         ):
-            if getattr(self, name) != allowed:
+            if not taken:
                 given = f"{name}={getattr(self, name)} with shards={self.shards}"
                 raise ValueError(f"Invalid {given}: only {allowed} is planned")
 

@@ -162,7 +162,7 @@ class Report:
         setting, machine = self.setting, self.machine
         notes = ["GB are 10^9 bytes. The peak is less than the sum: gradients grow while activations shrink."]
         notes += _of_several(setting, self.gpus)
-        notes += _rates(setting, self.model)
+        notes += _rates(setting, self.model, [m for m in ("Grass", "Grass int8") if m in self.plans])
         if setting.offload:
             how = "Streamed" if setting.stream else "Offloaded"
             notes.append(f"{how}: {', '.join(OFFLOADABLE)}; the others cannot be.")
@@ -181,12 +181,12 @@ class Report:
         return notes + [f"Peak of {method}: {p.peak_at}." for method, p in self.plans.items()]
 
 
-def _rates(setting: Setting, model: Architecture) -> list[str]:
+def _rates(setting: Setting, model: Architecture, methods: list[str]) -> list[str]:
     """What compact mode multiplies AdamW's learning rate of linear layers by."""
     sizes = {linear.size(setting.dim) for linear in model.linears}
     factors = {auto_scale(n, setting.rank_of(n), setting.explored_of(n)) for n in sizes}
     times = " to ".join(dict.fromkeys(f"{factor:.3g}" for factor in (min(factors), max(factors))))
-    return [f"Grass, Grass int8: linear layers train at {times} times AdamW's learning rate (scale='auto')."]
+    return [f"{', '.join(methods)}: linear layers train at {times} times AdamW's learning rate (scale='auto')."]
 
 
 def _of_several(setting: Setting, gpus: int) -> list[str]:
@@ -226,14 +226,21 @@ def heading(name: str, model: Architecture, setting: Setting, gpu: int | None) -
     loss = f"loss in chunks of {setting.chunk_tokens} tokens" if setting.chunk_tokens else "whole logits"
     explored = "as many explored as rank" if setting.explore is None else f"{setting.explore} explored"
     parts = [
-        f"{name}: {model.parameters / 1e9:,.2f} billion parameters, {model.layers} layers",
+        f"{name}: {_number(model.parameters)} parameters, {model.layers} layers",
         f"rank {setting.rank}, dim {setting.dim}, batch {setting.batch_size}, sequence {setting.seq_len}, {loss}",
         f"Grass: {explored}, selection {setting.selection}, policy {setting.state_policy}, "
         f"moments {setting.moment_dtype}",
         f"weights {_dtype(setting.dtype)}, active rows and adapters {_dtype(setting.active_dtype)}, "
-        f"rank of adapters {setting.lora_rank}",
+        f"rank of adapters {setting.lora_rank}"
+        if "LoRA" in planned_methods(setting)
+        else f"weights {_dtype(setting.dtype)}, active rows {_dtype(setting.active_dtype)}",
     ]
     return "\n".join(parts + ([f"GPU of {gpu:,} bytes"] if gpu is not None else []))
+
+
+def _number(parameters: int) -> str:
+    billions = parameters / 1e9
+    return f"{billions:,.2f} billion" if billions >= 0.1 else f"{billions * 1e3:,.2f} million"
 
 
 def _label(field: str, label: str, checkpointing: bool) -> str:

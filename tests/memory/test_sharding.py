@@ -68,7 +68,9 @@ def test_the_command_plans_several_devices(capsys):
     budget = ["--tokens", "26B", "--tflops", "100"]
     main(["--model", "13b", "--gpus", "8", "--fsdp", "--gpu", "24GB", *budget])
     divided = capsys.readouterr().out
-    assert "active rows and adapters bfloat16" in divided
+    assert "active rows bfloat16" in divided
+    assert "rank of adapters" not in divided, "LoRA has no plan here"
+    assert "Grass: linear layers train at" in divided
     assert re.search(r"^ +AdamW  AdamW float32  Grass dense +Grass$", divided, re.M)
     expected = [
         plan(method, LLAMA_13B, Setting(shards=8, **HALF)).total
@@ -92,7 +94,10 @@ def test_the_command_plans_several_devices(capsys):
         (["--gpus", "2", "--sweep", "2x10"], "leave out --sweep and --machine"),
         (["--gpus", "2", "--fsdp", "--active-dtype", "float32"], "Invalid --active-dtype=torch.float32"),
         (["--gpus", "2", "--fsdp", "--offload"], "Invalid --offload=True"),
-        (["--gpus", "2", "--fsdp", "--moment-dtype", "8bit"], "Invalid --moment-dtype=8bit"),
+        (
+            ["--gpus", "2", "--fsdp", "--moment-dtype", "8bit"],
+            "Invalid --moment-dtype=8bit with --fsdp --gpus=2: only float32 or bfloat16",
+        ),
         (["--gpus", "2", "--fsdp", "--selection", "top_r"], "Invalid --selection=top_r"),
     ],
 )

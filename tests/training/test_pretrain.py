@@ -140,6 +140,16 @@ def test_a_run_can_be_extended_but_not_changed(tmp_path, capsys):
     assert "made with {'lr': 0.001}, not with {'lr': 0.5}" in capsys.readouterr().err
 
 
+def test_a_longer_run_does_not_warm_up_again(tmp_path):
+    place = TINY.index("--warmup")
+    by_default = [*TINY[:place], *TINY[place + 2 :], "--out", str(tmp_path)]
+    main([*by_default, "--steps", "10"])
+    main([*by_default, "--steps", "40", "--resume"])
+    extended = pd.read_csv(tmp_path / "metrics.csv", index_col="step")["lr"]
+    with_the_same = pretrain(tmp_path / "whole", "--steps", "40", "--warmup", "1")["lr"]
+    assert extended[10:].equals(with_the_same[10:]), "a tenth of the ten steps that it began with"
+
+
 def test_a_finished_run_resumes_to_nothing(tmp_path):
     log = pretrain(tmp_path)
     pd.testing.assert_frame_equal(pretrain(tmp_path, "--resume"), log)

@@ -148,12 +148,13 @@ def test_method_rank_and_memory_are_shown(tmp_path, mode):
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model(torch.ones(2, 16)).sum().backward()
     optimizer.step()
-    pd.DataFrame({"step": [1, 2], "loss": [2.0, 1.0]}).to_csv(tmp_path / "metrics.csv", index=False)
+    log = pd.DataFrame({"step": [1, 2], "loss": [2.0, 1.0], "lr": [2e-3, 2e-4]})
+    log.to_csv(tmp_path / "metrics.csv", index=False)
     write_setup(tmp_path, model, optimizer)
     table = summary({"run": read_run(tmp_path)})
     row = table.loc["run"]
     assert row["method"] == {"adamw": "AdamW"}.get(mode, f"GrassAdamW, {mode} mode")
-    assert row["lr"] == 2e-3
+    assert row["lr"] == 2e-3, "the run's, not that of the last step"
     assert row["state MB"] == grass.memory.state_bytes(optimizer).device / 1e6
     if mode != "adamw":
         assert row["rank"] == 0.25

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -288,6 +288,7 @@ class Trainer:
                 "rng": [rng for _, rng in positions],
                 "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
                 "settings": self._settings(),
+                "warmup": self.config.warmup,
             }
             if self.processes.is_main:
                 self.checkpoints.save(self.step, self.model, state, weights)
@@ -296,6 +297,8 @@ class Trainer:
 
     def resume(self) -> bool:
         """Go on from the newest complete checkpoint; ``False`` if there is none.
+
+        Its warm-up stays, however many steps the run has now.
 
         Raises:
             ValueError: the checkpoint was made with other settings, or every checkpoint is damaged.
@@ -312,6 +315,7 @@ class Trainer:
         self.step = self.saved_step = state["step"]
         self.eval_loss = state["eval_loss"]
         load_optimizer_state(self.model, self.optimizer, state["optimizer"])
+        self.config = replace(self.config, warmup=state.get("warmup", self.config.warmup))
         self.scheduler = self._schedule()
         saved = self.processes.rank % len(state["rng"])  # more processes than were saved take a position of others
         self.data.train.load_state_dict(state["data"][saved])

@@ -76,7 +76,7 @@ def _values(log: pd.DataFrame, name: str) -> pd.Series:
 
 
 def summary(runs: Runs) -> pd.DataFrame:
-    """A row per run: method, rank, bytes held, the last step, and the last value of every measure.
+    """A row per run: what it trained with and holds, the last step, and the last value of every other measure.
 
     Of measures evaluated more than once the best value is there, too.
     """
@@ -85,7 +85,7 @@ def summary(runs: Runs) -> pd.DataFrame:
         rows[run] = {**log.attrs, "steps": log.index[-1]}
         for name in measures(runs):
             values = _values(log, name)
-            if values.empty:
+            if values.empty or name in log.attrs:  # such as the learning rate, which decays
                 continue
             rows[run][name] = values.iloc[-1]
             if name.startswith("eval_") and any(key in name for key in LOWER_IS_BETTER):
