@@ -35,6 +35,11 @@ ALIASES = {
     "@wide-16-auto": "task=pretrain & model=28m-wide & "
     "settings=lr=0.012 rank=0.0625 scale=0.125 explore=0.0625 compact=True",
     "@wide-16": "task=pretrain & model=28m-wide & settings=lr=0.012 rank=0.0625 scale=0.25 explore=0.0625 compact=True",
+    "@wide-galore": "task=pretrain & model=28m-wide & optimizer=galore & "
+    "settings=lr=0.012 update_interval=50 scale=0.125",
+    "@wide-apollo": "task=pretrain & model=28m-wide & optimizer=apollo & "
+    "settings=lr=0.012 update_interval=50 scale=0.0078125",
+    "@wide-bytes-adamw": "task=pretrain & model=28m-wide & optimizer=adamw8bit & settings=lr=0.0005",
     "@float32-wide-16": "task=pretrain & model=28m-wide & "
     "settings=lr=0.012 rank=0.0625 scale=0.25 explore=0.0625 compact=True autocast=False",
     "@long-wide-8": "task=pretrain & model=9m-wide & settings=lr=0.012 rank=0.09375 update_interval=100 scale=0.25 "
