@@ -35,6 +35,13 @@ ALIASES = {
     "@wide-16-auto": "task=pretrain & model=28m-wide & "
     "settings=lr=0.012 rank=0.0625 scale=0.125 explore=0.0625 compact=True",
     "@wide-16": "task=pretrain & model=28m-wide & settings=lr=0.012 rank=0.0625 scale=0.25 explore=0.0625 compact=True",
+    "@wide-4": "task=pretrain & model=28m-wide & settings=lr=0.012 scale=0.0625 explore=0.25 compact=True",
+    "@wide-8": "task=pretrain & model=28m-wide & settings=lr=0.012 rank=0.125 scale=0.125 explore=0.125 compact=True",
+    "@wide-32": "task=pretrain & model=28m-wide & "
+    "settings=lr=0.012 rank=0.03125 scale=0.5 explore=0.03125 compact=True",
+    "@wide-64": "task=pretrain & model=28m-wide & "
+    "settings=lr=0.012 rank=0.015625 scale=0.5 explore=0.015625 compact=True",
+    "@wide-dense": "task=pretrain & model=28m-wide & optimizer=grass & settings=lr=0.012 scale=0.0625",
     "@wide-galore": "task=pretrain & model=28m-wide & optimizer=galore & "
     "settings=lr=0.012 update_interval=50 scale=0.125",
     "@wide-apollo": "task=pretrain & model=28m-wide & optimizer=apollo & "
