@@ -225,15 +225,14 @@ def heading(name: str, model: Architecture, setting: Setting, gpu: int | None) -
     """What is planned, in words."""
     loss = f"loss in chunks of {setting.chunk_tokens} tokens" if setting.chunk_tokens else "whole logits"
     explored = "as many explored as rank" if setting.explore is None else f"{setting.explore} explored"
+    lora = "LoRA" in planned_methods(setting)
     parts = [
         f"{name}: {_number(model.parameters)} parameters, {model.layers} layers",
         f"rank {setting.rank}, dim {setting.dim}, batch {setting.batch_size}, sequence {setting.seq_len}, {loss}",
         f"Grass: {explored}, selection {setting.selection}, policy {setting.state_policy}, "
         f"moments {setting.moment_dtype}",
-        f"weights {_dtype(setting.dtype)}, active rows and adapters {_dtype(setting.active_dtype)}, "
-        f"rank of adapters {setting.lora_rank}"
-        if "LoRA" in planned_methods(setting)
-        else f"weights {_dtype(setting.dtype)}, active rows {_dtype(setting.active_dtype)}",
+        f"weights {_dtype(setting.dtype)}, active rows{' and adapters' * lora} {_dtype(setting.active_dtype)}"
+        + f", rank of adapters {setting.lora_rank}" * lora,
     ]
     return "\n".join(parts + ([f"GPU of {gpu:,} bytes"] if gpu is not None else []))
 
