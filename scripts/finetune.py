@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
             args.rank = ADAPTER_RANK
         optimizer = optimizer_from_flags(args, name)
         task = (instruct if args.kind == "instruct" else classify)(args, arguments)
-        run, stop = described(task.dataset["train"], args.method, args.mode), GracefulStop()
+        run, stop = described(task.dataset["train"], args.method, optimizer), GracefulStop()
         if arguments.resume_from_checkpoint:
             check(arguments.resume_from_checkpoint, run)
         checkpoints = Checkpoints(run, stop)

@@ -168,6 +168,22 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, files, capsys):
     assert len(finetune("classify", tmp_path / "second", *files, *METHODS["adamw"], *changed, *going_on, steps=3)) == 3
 
 
+def test_a_checkpoint_of_another_model_in_compact_mode_is_refused(tmp_path, files, capsys):
+    """What an explicit default says is no other model; a checkpoint that does not say its shapes is taken."""
+    compact = [*files, "--method", "grass"]
+    finetune("classify", tmp_path / "first", *compact, "--rank", "0.25", "--save-steps", "2", steps=2)
+    checkpoint = tmp_path / "first" / "checkpoint-2"
+    going_on = ["--resume-from-checkpoint", str(checkpoint)]
+    with pytest.raises(SystemExit):
+        finetune("classify", tmp_path / "second", *compact, "--rank", "0.5", *going_on, steps=3)
+    assert "rank=0.25, explore=0.25, dim=1, weights=None, this one has rank=0.5" in capsys.readouterr().err
+    same = ["--rank", "0.25", "--explore", "0.25", "--save-strategy", "no"]
+    assert len(finetune("classify", tmp_path / "second", *compact, *same, *going_on, steps=3)) == 3
+    said = json.loads((checkpoint / "finetuning.json").read_text())
+    (checkpoint / "finetuning.json").write_text(json.dumps({key: said[key] for key in said if key != "shapes"}))
+    assert len(finetune("classify", tmp_path / "third", *compact, *same, *going_on, steps=3)) == 3
+
+
 @pytest.mark.parametrize("kind", ["classify", "instruct"])
 def test_accumulated_batches_train_as_one(tmp_path, files, kind):
     """Losses that are means over examples, and those that are sums over tokens."""

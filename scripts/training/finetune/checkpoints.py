@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from training.run.optimizers import OptimizerConfig
 from training.run.processes import Processes
 from training.run.signals import GracefulStop
 
@@ -21,25 +22,37 @@ SAMPLE = 1000
 """At most so many examples are compared, spread over all."""
 
 
-def described(dataset: Dataset, method: str, mode: str) -> dict[str, Any]:
+def described(dataset: Dataset, method: str, config: OptimizerConfig) -> dict[str, Any]:
     """What a run must have in common with the checkpoint that it goes on from."""
     crc = 0
     for number in range(0, len(dataset), len(dataset) // SAMPLE + 1):
         crc = zlib.crc32(json.dumps(dataset[number], sort_keys=True, default=str).encode(), crc)
-    trains = f"{method}, {mode} mode" if method == "grass" else method
-    return {"method": trains, "examples": len(dataset), "crc32": crc}
+    trains = f"{method}, {'compact' if config.compact else 'dense'} mode" if method == "grass" else method
+    return {"method": trains, "examples": len(dataset), "crc32": crc, "shapes": _shapes(config)}
+
+
+def _shapes(config: OptimizerConfig) -> dict[str, Any]:
+    """Options of compact mode on which the shapes of model and state depend."""
+    if not config.compact:
+        return {}
+    explore = config.rank if config.explore is None else config.explore
+    return {"rank": config.rank, "explore": explore, "dim": config.grass_dim, "weights": config.weights}
 
 
 def check(checkpoint: str | Path, run: dict[str, Any]) -> None:
-    """Refuse to go on from a checkpoint with another method or other data.
+    """Refuse to go on from a checkpoint with another method, another model in compact mode or other data.
 
     Raises:
-        ValueError: the checkpoint says another method, or other encoded examples. One that says neither is taken.
+        ValueError: the checkpoint says another method, other shapes or other encoded examples. What it does not say is
+            taken to be the same.
     """
     file = Path(checkpoint) / FILE
-    saved = json.loads(file.read_text()) if file.is_file() else run
+    saved = run | (json.loads(file.read_text()) if file.is_file() else {})
     if saved["method"] != run["method"]:
         raise ValueError(f"{checkpoint} is of a run by {saved['method']}, this one is by {run['method']}")
+    if saved["shapes"] != run["shapes"]:
+        then, now = (", ".join(f"{name}={value}" for name, value in of["shapes"].items()) for of in (saved, run))
+        raise ValueError(f"{checkpoint} is of a run with {then}, this one has {now}: another model in compact mode")
     if saved != run:
         raise ValueError(
             f"{checkpoint} is of a run on other data: {saved['examples']} examples then, {run['examples']} now, or the "
