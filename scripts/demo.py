@@ -24,7 +24,8 @@ from grass.command_line import ArgumentParser
 from grass.memory.llama import llama_config
 from training.data.blocks import DataConfig
 from training.data.loading import load_data
-from training.run.loop import Result, TrainConfig, Trainer
+from training.run.config import TrainConfig
+from training.run.loop import Result, Trainer
 from training.run.models import build_llama
 
 SEED = 3

@@ -62,8 +62,9 @@ from grass.memory.units import size
 from training.data.blocks import DataConfig
 from training.data.loading import load_data
 from training.run.checkpoint import CheckpointStore, export_model
+from training.run.config import TrainConfig
 from training.run.flags import add_optimizer_flags, from_flags, optimizer_from_flags, share, split_and_path
-from training.run.loop import Result, TrainConfig, Trainer
+from training.run.loop import Result, Trainer
 from training.run.models import build_llama
 from training.run.optimizers import OPTIMIZERS, OptimizerConfig, build_optimizer, convert
 from training.run.processes import Processes, launched_processes, shard_module, whole_weights

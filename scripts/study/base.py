@@ -29,7 +29,8 @@ from training.data.corpus import split_by_file, standard_library, text_files
 from training.data.docstrings import PACKAGES
 from training.data.loading import load_data
 from training.finetune.tiny import tiny_decoder, train_tokenizer
-from training.run.loop import TrainConfig, Trainer
+from training.run.config import TrainConfig
+from training.run.loop import Trainer
 from training.run.optimizers import OptimizerConfig, build_optimizer
 
 BASE = Path("runs/study/base")

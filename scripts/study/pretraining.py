@@ -19,7 +19,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from training.data.blocks import DataConfig
 from training.data.loading import load_data
 from training.run.checkpoint import CheckpointStore
-from training.run.loop import TrainConfig, Trainer
+from training.run.config import TrainConfig
+from training.run.loop import Trainer
 from training.run.models import build_llama
 from training.run.optimizers import build_optimizer
 

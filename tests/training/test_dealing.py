@@ -11,8 +11,8 @@ import torch
 import grass
 from grass.distributed.uneven import Deal, measuring
 from training.data.blocks import PackedBatches
+from training.run.config import TrainConfig
 from training.run.dealing import REPLAN_EVERY, divided, interval_of, weight_of
-from training.run.loop import TrainConfig
 from training.run.processes import Processes
 
 

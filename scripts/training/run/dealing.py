@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,10 +14,8 @@ from grass.distributed.uneven import Deal, agree, deal
 from grass.machine.division import Division
 from grass.parallel.ranks import Ranks
 from training.data.blocks import Batches, PackedBatches
+from training.run.config import TrainConfig
 from training.run.processes import Processes
-
-if TYPE_CHECKING:
-    from training.run.loop import TrainConfig
 
 REPLAN_EVERY = 200
 """Steps between two looks at measured times, where no refresh says when to look."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from grass.memory import StateBytes, state_bytes
 from grass.parallel.ranks import Ranks
 from training.data.blocks import Data
 from training.run.checkpoint import CheckpointStore
+from training.run.config import TrainConfig
 from training.run.dealing import divided, follow, is_packed, weight_of
 from training.run.metrics import Clock, MetricsLog, NoLog, gradient_bytes
 from training.run.processes import (
@@ -40,55 +40,6 @@ from training.run.signals import GracefulStop
 
 SHOWN = ("loss", "eval_loss", "tokens_per_second")
 """Columns shown beside the progress bar."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How long and how to train.
-
-    Attributes:
-        out: directory of the run: logs and checkpoints.
-        steps: optimizer steps.
-        warmup: steps of linear warm-up; a cosine to the final learning rate follows.
-        final_lr: learning rate of the last step, as a share of the peak.
-        accumulate: batches per step.
-        deal: sequences of each process in a batch, or ``("auto",)``, which measures how to divide the sequences of a
-            step; empty for equal parts.
-        clip: largest norm of the gradient; 0 does not clip.
-        step_in_backward: step each parameter in backward (:func:`grass.step_in_backward`), for grass in dense mode on
-            one process. ``clip`` then limits each parameter's gradient.
-        autocast: compute in bfloat16 over the weights' own dtype.
-        eval_every: steps between evaluations; the last step is always followed by one.
-        log_every: steps between logged rows.
-        save_every: steps between checkpoints; 0 saves only on a stop and at the end.
-    """
-
-    out: Path
-    steps: int = 1000
-    warmup: int = 100
-    final_lr: float = 0.1
-    accumulate: int = 1
-    deal: Sequence[int | str] = ()
-    clip: float = 1.0
-    step_in_backward: bool = False
-    autocast: bool = False
-    eval_every: int = 100
-    log_every: int = 1
-    save_every: int = 500
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "accumulate", "eval_every", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Invalid {name}={getattr(self, name)}: must be >= 1")
-        for name in ("clip", "save_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"Invalid {name}={getattr(self, name)}: must be >= 0")
-        if self.step_in_backward and self.accumulate > 1:
-            raise ValueError(f"Invalid accumulate={self.accumulate}: must be 1 with step_in_backward=True")
-        if not 0 <= self.warmup < self.steps:
-            raise ValueError(f"Invalid warmup={self.warmup}: must be in [0, steps={self.steps})")
-        if not 0 <= self.final_lr <= 1:
-            raise ValueError(f"Invalid final_lr={self.final_lr}: must be in [0, 1], a share of the peak")
 
 
 class Result(NamedTuple):
