@@ -10,7 +10,6 @@ the same method, so that imports do not count. A refresh is within the steps.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import sys
 import tempfile
@@ -56,7 +55,7 @@ def measure(name: str, rank: float, model: str) -> dict[str, str | float]:
 
 def train(name: str, rank: float, model: str) -> None:
     with tempfile.TemporaryDirectory() as out:
-        contestant = trainer(name, argparse.Namespace(model=model, rank=rank, block=STEPS), Path(out))
+        contestant = trainer(name, model, rank, STEPS, Path(out))
         for _ in range(STEPS):
             contestant.train_step()
 
