@@ -16,7 +16,7 @@ KEYS = {
     "adamw-loss": (f"cells.csv: {_ADAMW}: mean loss_100", ".3f"),
     "longer-loss": ("gpu/cells.csv: @wide-16 & 540: mean loss_100", ".3f"),
     "longer-adamw-loss": ("gpu/cells.csv: @wide-two-rates & 540: mean loss_100", ".3f"),
-    "equal-time-loss": ("cells.csv: @wide-16 & 340 | @float32-wide-16 & 340: mean loss_100", ".3f"),
+    "equal-time-loss": ("cells.csv: @wide-16 & 320: mean loss_100", ".3f"),
     "step-time": (f"[{_TIME} & method=grass compact: step_ms] / [{_TIME} & method=adamw: step_ms]", ".2f"),
     "mb": (f"([cells.csv: {_OURS}: {_STATE}] + [cells.csv: {_OURS}: {_GRADIENTS}]) / 1000000", ".0f"),
     "adamw-mb": (f"([cells.csv: {_ADAMW}: {_STATE}] + [cells.csv: {_ADAMW}: {_GRADIENTS}]) / 1000000", ".0f"),

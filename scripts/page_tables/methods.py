@@ -89,18 +89,14 @@ def _lines_of_methods(cells: list[Row]) -> Iterator[tuple[list[str], Row]]:
 
 
 def _peak_and_time(row: Row) -> list[str]:
-    """Peak memory of a process that trains like a cell, and the time of its step over AdamW's; empty if not measured.
-
-    Peaks of methods other than compact mode are of r = n/4, as the cells are; their times are of n/8.
-    """
+    """Peak memory of a process that trains like a cell, and the time of its step over AdamW's; empty where unknown."""
     values = settings_of(row)
     name = "grass compact" if "compact" in values else "adamw" if values.get("rank") == "1.0" else row["optimizer"]
     times = {(timed["method"], timed["rank"]): float(timed["step_ms"]) for timed in read("speed_wide.csv")}
     peaks = {(of["method"], of["rank"]): f"{of['peak_mb']} MB" for of in read("peak_memory.csv")}
     rank = values.get("rank", "0.25") if "compact" in values else "0.25"
-    timed_at = rank if "compact" in values else "0.125"
-    time = times.get((name, timed_at))
-    return [peaks.get((name, rank), ""), "" if time is None else f"{time / times['adamw', timed_at]:.2f}"]
+    time = times.get((name, rank))
+    return [peaks.get((name, rank), ""), "" if time is None else f"{time / times['adamw', rank]:.2f}"]
 
 
 def _of_first_seed(rows: list[Row]) -> float:

@@ -47,8 +47,6 @@ ALIASES = {
     "@wide-apollo": "task=pretrain & model=28m-wide & optimizer=apollo & "
     "settings=lr=0.012 update_interval=50 scale=0.0078125",
     "@wide-bytes-adamw": "task=pretrain & model=28m-wide & optimizer=adamw8bit & settings=lr=0.0005",
-    "@float32-wide-16": "task=pretrain & model=28m-wide & "
-    "settings=lr=0.012 rank=0.0625 scale=0.25 explore=0.0625 compact=True autocast=False",
     "@long-wide-8": "task=pretrain & model=9m-wide & settings=lr=0.012 rank=0.09375 update_interval=100 scale=0.25 "
     "selection=balanced explore=0.03125 compact=True",
     "@long-wide-2": "task=pretrain & model=9m-wide & "
