@@ -6,6 +6,7 @@ The embedded corpus (the Python standard library, as bytes) needs no download:
     python scripts/pretrain.py --model 1m --steps 500 --out runs/grass --optimizer grass --lr 3e-3
 
 Stop it with Ctrl-C or SIGTERM, or lose the machine: the same command with --resume goes on from the newest checkpoint.
+A stopped run saves one after its current step; torchrun waits 30 seconds for that, or its --shutdown-timeout.
 
 Own text files, or any dataset of the Hugging Face hub as a stream:
 
@@ -123,7 +124,7 @@ def build(
         device="cpu" if args.stream else device,
         checkpointing=args.checkpointing and not args.stream,  # streamed layers always are
         chunk_tokens=args.chunked_loss,
-        convert=partial(prepare_layer, args, optimizer) if args.weights or args.fsdp else None,
+        convert=partial(prepare_layer, args, optimizer),  # always: sharded and int8 models begin as others do
     )
     if args.fsdp:
         shard_module(model)
@@ -147,6 +148,8 @@ def check_flags(args: argparse.Namespace, processes: Processes) -> None:
         raise ValueError("--step-in-backward takes dense mode, --mode dense: compact mode forms no full gradients")
     if args.fsdp and not (dist.is_initialized() or dist.is_torchelastic_launched()):
         raise ValueError("--fsdp shards the model over processes: torchrun --nproc-per-node N scripts/pretrain.py ...")
+    if args.fsdp and args.moment_dtype == "8bit":
+        raise ValueError("--moment-dtype 8bit cannot be sharded: its blocks run over rows. Take bfloat16 with --fsdp")
     if args.stream and (args.fsdp or processes.size > 1):
         raise ValueError("--stream is for one process: FSDP2's CPUOffloadPolicy streams over several")
     if not args.stream and (args.cache or args.host_activations):

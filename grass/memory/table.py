@@ -216,9 +216,14 @@ def _streaming(model: Architecture, setting: Setting, machine: Machine | None) -
     seconds = [None if h is None else step_seconds(method, h, model, setting, machine) for method, h in held.items()]
     return [
         *rows,
-        ["step, s", *("-" if s is None else f"{s:,.3g}" for s in seconds)],
-        ["tokens a second", *("-" if s is None else f"{setting.tokens / s:,.0f}" for s in seconds)],
+        ["step, s", *("-" if s is None else _digits(s) for s in seconds)],
+        ["tokens a second", *("-" if s is None else _digits(setting.tokens / s) for s in seconds)],
     ]
+
+
+def _digits(value: float) -> str:
+    """At least three: 8,960 and 0.229."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def heading(name: str, model: Architecture, setting: Setting, gpu: int | None) -> str:

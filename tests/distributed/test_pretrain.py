@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import runpy
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from unittest.mock import patch
@@ -96,6 +97,29 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
             torch.testing.assert_close(found[column], values, rtol=2e-3, atol=0, msg=lambda m, n=name: f"{n}: {m}")
         ours, theirs = (load_file(tmp_path / n / name / "model" / "model.safetensors") for n in ("two", "one"))
         assert ours.keys() == theirs.keys()
+    sharded, whole = columns(tmp_path / "two" / "fsdp"), columns(tmp_path / "one" / "compact")
+    torch.testing.assert_close(sharded, whole, rtol=2e-3, atol=0)  # one seed: the same weights and columns
+
+
+def stopping(rank: int, out: Path, flags: tuple[str, ...]) -> None:
+    """Rank 1 alone is asked to stop, in step 3."""
+    train_step = Trainer.train_step
+
+    def asked(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
+        if (rank, trainer.step) == (1, 2):
+            signal.raise_signal(signal.SIGTERM)
+        return train_step(trainer)
+
+    with patch.object(Trainer, "train_step", asked):
+        pretrain(rank, out, (*RUNS["compact"], *flags))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
+def test_all_stop_after_the_step_in_which_one_is_asked_to(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """However rarely they log."""
+    run_world(stopping, 2, tmp_path, (*flags, "--log-every", "5"))
+    assert CheckpointStore(tmp_path / "checkpoints").latest().name == "step-00000003"
 
 
 def dealt(rank: int, out: Path, sizes: tuple[str, ...]) -> None:

@@ -1,5 +1,6 @@
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -181,11 +182,30 @@ def test_a_run_is_not_overwritten(tmp_path, capsys):
     assert "already holds a run" in capsys.readouterr().err
 
 
+def test_8_bit_moments_are_not_sharded(tmp_path, monkeypatch, capsys):
+    """Said before anything is built."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    with pytest.raises(SystemExit):
+        pretrain(tmp_path, "--fsdp", "--moment-dtype", "8bit")
+    assert "--moment-dtype 8bit cannot be sharded" in capsys.readouterr().err
+
+
 def test_fewer_steps_than_the_checkpoint_has(tmp_path, capsys):
     pretrain(tmp_path)
     with pytest.raises(SystemExit):
         pretrain(tmp_path, "--resume", "--steps", "3")
     assert "Invalid --steps 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", pytest.param("adamw8bit", marks=pytest.mark.slow)])
+def test_peers_whose_states_are_tensors_resume_bit_for_bit(tmp_path, optimizer):
+    flags = ["--optimizer", optimizer, "--save-every", "3", "--keep", "2"]
+    pretrain(tmp_path, *flags)
+    expected = (tmp_path / "model" / "model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "model")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
+    pretrain(tmp_path, *flags, "--resume")
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == expected
 
 
 @pytest.mark.parametrize("optimizer", ["galore", "apollo"])

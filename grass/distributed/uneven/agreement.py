@@ -1,4 +1,4 @@
-"""Replicas on unlike devices, whose kernels differ in last bits, are made equal again at every refresh."""
+"""Replicas on unlike devices, whose kernels differ in last bits, are made equal again, by default at every refresh."""
 
 from __future__ import annotations
 
@@ -9,49 +9,55 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from grass.batches import batches
 from grass.compact_mode.layer import CompactLayer
 from grass.distributed.uneven.gradients import BUCKET, communicating
-from grass.optimizer import GrassAdamW
 from grass.parallel.ranks import Ranks
 
 
-def agree(model: nn.Module, optimizer: GrassAdamW, group: dist.ProcessGroup | None = None) -> RemovableHandle:
+def agree(
+    model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup | None = None, *, every: int = 200
+) -> RemovableHandle:
     """From now on, send the first rank's weights and active rows to all others after each step that refreshes.
 
     Ranks reduce the same gradients, but unlike devices may round the updates differently. Such differences would add up
-    in weights. All trained weights are sent, in every ``update_interval``-th step, and of converted layers what is
-    active: values and indices. Where they are equal, nothing is written. Selections are equal before, because they
-    follow from seeds and from the first rank's norms; ranks that have selected other rows are an error of the step.
+    in weights. All trained weights are sent, and of converted layers what is active: values and indices. Where they are
+    equal, nothing is written. Selections are equal before, because they follow from seeds and from the first rank's
+    norms; ranks that have selected other rows are an error of the step.
 
     Args:
         model: a replica, also inside of DDP, or streamed on some ranks.
         optimizer: of the model. Every rank calls its ``step``.
         group: the ranks; ``None``: all.
+        every: after so many steps without, weights are sent too: not every optimizer has refreshes.
 
     Returns:
         A handle; ``remove()`` ends it.
 
     Raises:
-        TypeError: another optimizer, which has no refreshes.
-        ValueError: the model is sharded, so that there are no replicas, or the optimizer has none of its parameters.
+        ValueError: the model is sharded, so that there are no replicas, or the optimizer has none of its parameters;
+            ``every`` is below 1.
     """
-    if not isinstance(optimizer, GrassAdamW):
-        raise TypeError(f"Invalid optimizer: must be a GrassAdamW, got {type(optimizer).__name__}")
+    if every < 1:
+        raise ValueError(f"Invalid every={every}: must be >= 1")
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("agree() takes replicas: this model is sharded")
     held = {id(p) for one in optimizer.param_groups for p in one["params"]}
     if not any(id(p) in held for p in model.parameters()):
         raise ValueError("agree() takes the model that the optimizer trains: it has none of this model's parameters")
-    ranks, last = Ranks.of(group), [_last_refresh(optimizer)]
+    ranks, refreshed, steps = Ranks.of(group), _last_refresh(optimizer), 0
 
     def after(*_: Any) -> None:
-        now = _last_refresh(optimizer)
-        if now != last[0] and ranks.group is not None:
+        nonlocal refreshed, steps
+        before, refreshed, steps = refreshed, _last_refresh(optimizer), steps + 1
+        if refreshed == before and steps < every:
+            return
+        steps = 0
+        if ranks.group is not None:
             send(model, ranks)
-        last[0] = now
 
     return optimizer.register_step_post_hook(after)
 
@@ -95,6 +101,6 @@ def _tensors_of(layer: CompactLayer) -> list[Tensor]:
     return [tensor for tensor in found.values() if tensor is not None and tensor.numel()]
 
 
-def _last_refresh(optimizer: GrassAdamW) -> int:
-    """The step of the newest selection."""
+def _last_refresh(optimizer: Optimizer) -> int:
+    """The step of the newest selection of a ``GrassAdamW``; else 0."""
     return max((int(state.get("refresh_step", 0)) for state in optimizer.state.values()), default=0)

@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grass.distributed.uneven import Deal, UnevenBatches, agree, deal
-from grass.optimizer import GrassAdamW
 
 LOADER = ("num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
 """What the loader of uneven batches takes over from Trainer's own."""
@@ -70,7 +69,7 @@ class UnevenTraining(TrainerCallback):
         """Make replicas equal at every refresh, because unlike devices round otherwise."""
         optimizer = getattr(kw["optimizer"], "optimizer", kw["optimizer"])  # without accelerate's wrapper
         has_replicas = not (self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled)
-        if has_replicas and isinstance(optimizer, GrassAdamW):
+        if has_replicas:
             self._agreement = agree(self.trainer.model, optimizer)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:

@@ -63,7 +63,7 @@ def check(checkpoint: str | Path, run: dict[str, Any]) -> None:
 class Checkpoints(TrainerCallback):
     """Says in each checkpoint what made it, and ends the training with one where a signal asks for it.
 
-    Several processes agree to stop at the next logged step.
+    Several processes agree after each step.
 
     Args:
         run: :func:`described`.
@@ -78,10 +78,7 @@ class Checkpoints(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """End the training."""
-        processes = Processes(args.process_index, args.world_size, args.device)
-        if processes.size > 1 and not control.should_log:
-            return
-        if processes.any(self.stop.requested):
+        if Processes(args.process_index, args.world_size, args.device).any(self.stop.requested):
             self.stopped = state.global_step < state.max_steps
             control.should_save = control.should_training_stop = True
 

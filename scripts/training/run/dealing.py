@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from grass import GrassAdamW
 from grass.distributed.uneven import Deal, agree, deal
 from grass.machine.division import Division
 from grass.parallel.ranks import Ranks
@@ -50,7 +49,7 @@ def divided(
         # a rank whose memory ends would leave the others of FSDP2 waiting: nothing larger is tried than was asked for
         largest = train.batch_size if isinstance(model, FSDPModule) else None
         made = deal(work, batch, model=model, largest=largest, **options)
-    if isinstance(optimizer, GrassAdamW) and not isinstance(model, FSDPModule):
+    if not isinstance(model, FSDPModule):
         agree(model, optimizer)
     follow(made, train)
     return made

@@ -111,7 +111,7 @@ class Trainer:
     def run(self) -> Result:
         """Train to the last step, or to the end of the step in which SIGTERM or SIGINT arrives; save either way.
 
-        Several processes agree to stop at the next logged step.
+        Several processes agree after each step.
 
         Raises:
             FloatingPointError: the gradient is not finite; seen at logged steps and before a checkpoint, on every rank.
@@ -127,7 +127,7 @@ class Trainer:
         )
         clock = Clock()
         with closing(log), bar, GracefulStop() as stop:
-            while self.step < self.config.steps and not self._stopping(stop):
+            while self.step < self.config.steps and not self.processes.any(stop.requested):
                 row = self._logged_step(clock)
                 if self._due(self.config.eval_every):
                     row["eval_loss"] = self.eval_loss = self.evaluate()
@@ -143,11 +143,6 @@ class Trainer:
             write_setup(self.config.out, self.model, self.optimizer)
         rate = clock.steps * self.tokens_per_step / clock.seconds if clock.steps else 0.0
         return Result(self.step, self.eval_loss, rate, state_bytes(self.optimizer), gradient_bytes(self.model))
-
-    def _stopping(self, stop: GracefulStop) -> bool:
-        if self.processes.size == 1:
-            return stop.requested
-        return self._due(self.config.log_every) and self.processes.any(stop.requested)
 
     def _due(self, interval: int) -> bool:
         return self.step == self.config.steps or (interval > 0 and self.step % interval == 0)

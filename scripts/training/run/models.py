@@ -24,7 +24,8 @@ def build_llama(
 ) -> PreTrainedModel:
     """A ``LlamaForCausalLM`` with random weights, made on ``device`` in ``dtype``: no second copy exists at any time.
 
-    The same seed gives the same weights on devices of one type; global generators stay as they are.
+    The same seed gives the same weights on devices of one type, with ``convert`` other ones than without; global
+    generators stay as they are.
 
     Args:
         config: sizes.

@@ -131,9 +131,10 @@ class OptimizerConfig:
     def resumable(self) -> bool:
         """Whether the optimizer's state holds only tensors and plain scalars, as a checkpoint requires.
 
-        The peers' states hold pickled ``Projector`` objects, which ``torch.load(weights_only=True)`` refuses.
+        Those of GaLore, APOLLO and Fira hold pickled ``Projector`` objects, which ``torch.load(weights_only=True)``
+        refuses.
         """
-        return self.name in ("adamw", "grass", "muon")
+        return self.name not in ("galore", "apollo", "fira")
 
     @property
     def common(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,8 +53,11 @@ class Processes:
         return value
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
-        return flag if self.size == 1 else bool(self.sum(torch.tensor(int(flag), device=self.device)))
+        """Whether the flag is set in any process. They agree in host memory: none waits for its device."""
+        if self.size == 1:
+            return flag
+        dist.all_reduce(flags := torch.tensor(int(flag)), group=_on_hosts(dist.group.WORLD))
+        return bool(flags)
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, by rank."""
@@ -61,6 +65,13 @@ class Processes:
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
+
+
+@functools.lru_cache(maxsize=1)
+def _on_hosts(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """All processes for tensors in host memory. Every process has to call this."""
+    on_cpu = "cpu:" in dist.get_backend_config(world)
+    return world if on_cpu else dist.new_group(backend="gloo")
 
 
 @contextmanager

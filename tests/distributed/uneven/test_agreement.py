@@ -73,9 +73,34 @@ def test_equal_replicas_train_on_to_the_bit() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_what_has_no_replicas_or_refreshes() -> None:
+def drifting_without_refreshes(rank: int, optimizer: str) -> list[bool]:
+    """Whether the ranks' weights are equal after each of five steps of which every second one is to send them."""
     model, _ = build("adamw")
-    with pytest.raises(TypeError, match="must be a GrassAdamW, got AdamW"):
-        agree(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+    torch_adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    stepping = torch_adamw if optimizer == "torch" else grass.GrassAdamW(model.parameters(), lr=1e-2)
+    agree(model, stepping, every=2)
+    found = []
+    for _ in range(5):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1.0 + rank)  # of unlike ranks: moments differ from the second step on
+            p.detach().add_(1e-3 * rank)
+        stepping.step()
+        firsts = [p.detach().clone() for p in model.parameters()]
+        for first in firsts:
+            torch.distributed.broadcast(first, 0)
+        found.append(all(torch.equal(p, first) for p, first in zip(model.parameters(), firsts, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["torch", "grass"])
+def test_optimizers_without_refreshes_agree_after_so_many_steps(optimizer: str) -> None:
+    for found in run_world(drifting_without_refreshes, 2, optimizer):
+        assert found[1::2] == [True, True]
+    assert found[::2] == [False, False, False]  # of the second rank: the first is always its own
+
+
+def test_what_has_no_replicas() -> None:
+    with pytest.raises(ValueError, match="Invalid every=0: must be >= 1"):
+        agree(*build("compact"), every=0)
     with pytest.raises(ValueError, match="it has none of this model's parameters"):
         agree(build("compact")[0], build("compact")[1])
