@@ -91,7 +91,7 @@ def _lines_of_methods(cells: list[Row]) -> Iterator[tuple[list[str], Row]]:
 def _peak_and_time(row: Row) -> list[str]:
     """Peak memory of a process that trains like a cell, and the time of its step over AdamW's; empty where unknown."""
     values = settings_of(row)
-    name = "grass compact" if "compact" in values else "adamw" if values.get("rank") == "1.0" else row["optimizer"]
+    name = "adamw" if values.get("rank") == "1.0" else row["optimizer"] + " compact" * ("compact" in values)
     times = {(timed["method"], timed["rank"]): float(timed["step_ms"]) for timed in read("speed_wide.csv")}
     peaks = {(of["method"], of["rank"]): f"{of['peak_mb']} MB" for of in read("peak_memory.csv")}
     rank = values.get("rank", "0.25") if "compact" in values else "0.25"

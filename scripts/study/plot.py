@@ -46,6 +46,7 @@ FRONTIER = {
     "Muon": "Muon",
     "Grass dense": "Grass, dense",
     "Muon compact, r = q = 1/4 n": "Muon, n/4",
+    "Muon compact, r = q = 1/8 n": "Muon, n/8",
     **{f"Grass compact, r = q = 1/{part} n": f"Grass, n/{part}" for part in (4, 8, 16, 32)},
     "Grass compact, r = 1/8 n, q = 1/32 n, bf16, 8-bit moments": "Grass, recipe",
 }

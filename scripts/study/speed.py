@@ -5,7 +5,7 @@ r"""Time the training step of every method, one after another in one run: `speed
     python scripts/study/speed.py --model 28m-wide --rank 0.25 0.125 0.0625 0.03125 0.015625 --rounds 5 --block 6 \
         --out benchmarks/quality/speed_wide.csv         # 17 minutes: the widest model
 
-Of several ranks the first has all contestants, the others AdamW and compact mode. Every method trains its own copy of
+Of several ranks the first has all contestants, the others AdamW and compact modes. Every method trains its own copy of
 the model. A round is a block of steps of each; ``step_ms`` is the median over all steps. Blocks are as long as the
 interval, so that each holds one refresh, and ``refresh_ms`` is what that adds: the block less as many median steps,
 median over rounds. A step with refreshes every ``K`` is ``step_ms + refresh_ms / K``.
@@ -49,8 +49,9 @@ CONTESTANTS = {
     "adafactor": OptimizerConfig(name="adafactor"),
     "adamw8bit": OptimizerConfig(name="adamw8bit"),
     "muon": OptimizerConfig(name="muon"),
+    "muon compact": OptimizerConfig(name="muon", compact=True),
 }
-BY_RANK = ("adamw", "grass compact")
+BY_RANK = ("adamw", "grass compact", "muon compact")
 """Contestants that are timed at every rank: losses of the others are of one."""
 UNTIMED = 2
 """Steps before the first round: compilation, state, memory."""
