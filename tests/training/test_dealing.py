@@ -25,15 +25,16 @@ class Clock:
         return self.now
 
 
-def adamw() -> torch.optim.Optimizer:
-    return torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
 
 
 def made(sizes: tuple[int | str, ...], work: Any = None, **options: Any) -> tuple[Deal, PackedBatches]:
     """The division of one process whose batches are 6 sequences."""
     train = PackedBatches(torch.arange(501), batch_size=6, seq_len=10, seed=0)
     config = TrainConfig(out=Path(), deal=sizes, **options)
-    return divided(config, train, Processes(), torch.nn.Linear(1, 1), adamw(), work), train
+    model = torch.nn.Linear(1, 1)
+    return divided(config, train, Processes(), model, adamw(model), work), train
 
 
 def test_equal_parts_and_sizes() -> None:
@@ -61,7 +62,7 @@ def test_looks_at_times_where_rows_are_refreshed() -> None:
     model = torch.nn.Linear(8, 8)
     grass.compact(model, rank=0.5, targets=None)
     assert interval_of(grass.GrassAdamW(model, update_interval=7)) == 7
-    assert interval_of(adamw()) == REPLAN_EVERY
+    assert interval_of(adamw(model)) == REPLAN_EVERY
 
 
 def test_losses_weigh_as_much_as_their_sequences() -> None:
@@ -87,7 +88,8 @@ def test_streams_and_steps_in_backward() -> None:
     class Stream:
         batch_size = 6
 
+    model = torch.nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"Invalid deal=\(4,\): a stream has no order to deal from"):
-        divided(TrainConfig(out=Path(), deal=(4,)), Stream(), Processes(), torch.nn.Linear(1, 1), adamw(), None)
+        divided(TrainConfig(out=Path(), deal=(4,)), Stream(), Processes(), model, adamw(model), None)
     with pytest.raises(ValueError, match="measuring would step in backward"):
         made(("auto",), step_in_backward=True)
