@@ -46,7 +46,7 @@ from training.run.optimizers import build_optimizer
 COMPILED = "adamw8bit"
 """An optimizer whose step has temporaries only where it is not compiled: it is not tracked."""
 
-READS_CONTENTS = frozenset({"APOLLO", "Fira", "Grass dense"})
+READS_CONTENTS = frozenset({"APOLLO", "Fira", "Grass dense", "Muon compact"})
 """Methods that cannot step on tensors without contents: they compute."""
 
 

@@ -44,6 +44,9 @@ def test_pretraining():
     recipe = dataclasses.replace(compact.optimizer, stochastic_rounding=True, moment_dtype="8bit")
     half = dataclasses.replace(compact, optimizer=recipe, bf16_weights=True)
     assert tracked_memory.peak_of_pretraining(half, GRID) < held
+    muon = tracked_memory.peak_of_pretraining(cell(name="muon", compact=True, rank=0.125), GRID)
+    less = 4 * linear / 8  # one moment of the rows in place of two; its iterations have temporaries
+    assert held - less < muon < 1.2 * held
     apollo = tracked_memory.peak_of_pretraining(cell(name="apollo", update_interval=50), GRID)
     assert 8 * (linear + others) < apollo < adamw, "weights, gradients and less state than AdamW's, with contents"
 
