@@ -46,6 +46,8 @@ ALIASES = {
     "settings=lr=0.012 update_interval=50 scale=0.125",
     "@wide-apollo": "task=pretrain & model=28m-wide & optimizer=apollo & "
     "settings=lr=0.012 update_interval=50 scale=0.0078125",
+    "@wide-whole-muon": "task=pretrain & model=28m-wide & optimizer=muon & settings=lr=0.012 scale=0.25",
+    "@wide-fira": "task=pretrain & model=28m-wide & optimizer=fira & settings=lr=0.006 update_interval=50 scale=1.0",
     "@wide-bytes-adamw": "task=pretrain & model=28m-wide & optimizer=adamw8bit & settings=lr=0.0005",
     "@long-wide-8": "task=pretrain & model=9m-wide & settings=lr=0.012 rank=0.09375 update_interval=100 scale=0.25 "
     "selection=balanced explore=0.03125 compact=True",
