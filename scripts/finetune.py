@@ -30,7 +30,7 @@ Every other flag is one of transformers.TrainingArguments: --num-train-epochs 3,
 By default it saves and evaluates after each epoch and keeps the newest checkpoint; --save-steps 100 and
 --eval-steps 100 do so by steps, and --save-total-limit 3 keeps more. A directory that holds a run is refused.
 SIGTERM or Ctrl-C ends the run with a checkpoint after the current step. A run that goes on from a checkpoint needs its
-method and its data, and has its hyperparameters, whatever --lr, --scale and the like say.
+method, its --rank in compact mode and its data, and has its hyperparameters, whatever --lr, --scale and the like say.
 The run's directory gets the model for from_pretrained (LoRA: the adapters), metrics.csv and eval_results.json.
 """
 

@@ -68,8 +68,7 @@ class UnevenTraining(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Make replicas equal at every refresh, because unlike devices round otherwise."""
         optimizer = getattr(kw["optimizer"], "optimizer", kw["optimizer"])  # without accelerate's wrapper
-        has_replicas = not (self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled)
-        if has_replicas:
+        if not (self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled):  # there are replicas
             self._agreement = agree(self.trainer.model, optimizer)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:

@@ -76,8 +76,7 @@ def test_equal_replicas_train_on_to_the_bit() -> None:
 def drifting_without_refreshes(rank: int, optimizer: str) -> list[bool]:
     """Whether the ranks' weights are equal after each of five steps of which every second one is to send them."""
     model, _ = build("adamw")
-    torch_adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    stepping = torch_adamw if optimizer == "torch" else grass.GrassAdamW(model.parameters(), lr=1e-2)
+    stepping = {"torch": torch.optim.AdamW, "grass": grass.GrassAdamW}[optimizer](model.parameters(), lr=1e-2)
     agree(model, stepping, every=2)
     found = []
     for _ in range(5):
